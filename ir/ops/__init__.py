@@ -1,0 +1,1 @@
+"""The dialect: one row for each op with schema, eager reference, effects and whether it splits."""

@@ -1,0 +1,1 @@
+"""Engine core, its clients and the offline and asynchronous front ends."""

@@ -1,0 +1,1 @@
+"""Command line, OpenAI API and metrics: the only room that parses flags or reads the environment."""
