@@ -1,0 +1,168 @@
+"""The ops of the dialect, each with its eager reference in plain torch (float32 inside, as transformers does)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from treadle.ir.ops.registry import op
+from treadle.ir.ops.reference_attention import attend_one_sequence
+
+
+@op("linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor")
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`x @ weight.T + bias`: x [..., K], weight [N, K], bias [N] -> [..., N]."""
+    return F.linear(x, weight, bias)
+
+
+@op("embedding(Tensor table, Tensor ids) -> Tensor")
+def embedding(table: Tensor, ids: Tensor) -> Tensor:
+    """Rows of a table: table [V, H], ids [...] -> [..., H]."""
+    return F.embedding(ids, table)
+
+
+@op("rms_norm(Tensor x, Tensor? weight=None, *, float eps, float offset=0.0, bool scale_in_f32=False) -> Tensor")
+def rms_norm(
+    x: Tensor, weight: Tensor | None = None, *, eps: float, offset: float = 0.0, scale_in_f32: bool = False
+) -> Tensor:
+    """Root-mean-square norm over the last dimension, in float32, times `weight + offset`.
+
+    `scale_in_f32` multiplies by the weight before rounding to x's dtype (Gemma, OLMo 2), else after (Llama).
+    """
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if weight is None:
+        return normed.to(x.dtype)
+    if scale_in_f32:
+        scale = weight.float() + offset if offset else weight.float()
+        return (normed * scale).to(x.dtype)
+    scale = weight + offset if offset else weight
+    return scale * normed.to(x.dtype)
+
+
+@op(
+    "add_rms_norm(Tensor x, Tensor residual, Tensor? weight=None, *, float eps, float offset=0.0, "
+    "bool scale_in_f32=False) -> (Tensor, Tensor)"
+)
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    *,
+    eps: float,
+    offset: float = 0.0,
+    scale_in_f32: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Residual add, then norm: returns (rms_norm(residual + x), residual + x)."""
+    total = residual + x
+    return rms_norm(total, weight, eps=eps, offset=offset, scale_in_f32=scale_in_f32), total
+
+
+@op("layer_norm(Tensor x, Tensor? weight=None, Tensor? bias=None, *, float eps) -> Tensor")
+def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float) -> Tensor:
+    """Layer norm over the last dimension."""
+    return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
+
+
+@op("rope(Tensor x, Tensor cos, Tensor sin, *, bool interleaved=False) -> Tensor")
+def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
+    """Rotary embedding: x [T, H, D], cos and sin [T, R] with R <= D; the first R of D features turn.
+
+    Pairs are (i, i + R/2), or (2i, 2i + 1) if `interleaved`. cos and sin hold each angle once for each feature.
+    """
+    size = cos.shape[-1]
+    turned, rest = x[..., :size], x[..., size:]
+    if interleaved:
+        swapped = torch.stack((-turned[..., 1::2], turned[..., 0::2]), dim=-1).flatten(-2)
+    else:
+        half = size // 2
+        swapped = torch.cat((-turned[..., half:], turned[..., :half]), dim=-1)
+    out = turned * cos.unsqueeze(-2) + swapped * sin.unsqueeze(-2)
+    return out if size == x.shape[-1] else torch.cat((out, rest), dim=-1)
+
+
+_ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+@op("gated_act(Tensor gate, Tensor up, *, str act) -> Tensor")
+def gated_act(gate: Tensor, up: Tensor, *, act: str) -> Tensor:
+    """`act(gate) * up`; act is silu, gelu, gelu_tanh or relu."""
+    return _ACTIVATIONS[act](gate) * up
+
+
+@op("split(Tensor x, *, int[] sizes, int dim=-1) -> Tensor[]")
+def split(x: Tensor, *, sizes: list[int], dim: int = -1) -> list[Tensor]:
+    """Cuts one dimension into parts of the given sizes."""
+    return list(torch.split(x, sizes, dim))
+
+
+def _like_query(
+    q: Tensor, k: Tensor, v: Tensor, cache: object = None, batch: object = None, sinks: Tensor | None = None, **_: object
+) -> Tensor:
+    return q.new_empty(*q.shape[:-1], v.shape[-1])
+
+
+@op(
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? cache=None, Tensor? batch=None, Tensor? sinks=None, *, "
+    "int layer, float scale, int? window=None, float? softcap=None, bool causal=True) -> Tensor",
+    splits=True,
+    reads=("batch",),
+    writes=("cache",),
+    fake=_like_query,
+)
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache: object = None,
+    batch: object = None,
+    sinks: Tensor | None = None,
+    *,
+    layer: int,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    causal: bool = True,
+) -> Tensor:
+    """Self-attention with a KV cache: q [T, Hq, D], k [T, Hk, D], v [T, Hk, Dv] -> [T, Hq, Dv].
+
+    `cache` and `batch` are state; without them the reference treats the T tokens as one whole sequence.
+    `window` counts visible tokens, the query's own included. The runtime calls an attention backend instead.
+    """
+    assert cache is None and batch is None, "the reference attends within one sequence; backends do the rest"
+    return attend_one_sequence(q, k, v, scale=scale, window=window, softcap=softcap, causal=causal, sinks=sinks)
+
+
+@op("select_rows(Tensor x, Tensor rows) -> Tensor", splits=True)
+def select_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """The rows that need logits: x [T, H], rows [S] -> [S, H]. What follows has S where the rest has T."""
+    return x.index_select(0, rows)
+
+
+def _like_tokens(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, **_: object) -> Tensor:
+    return torch.empty_like(x)
+
+
+@op(
+    "experts(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor down, *, str act) -> Tensor",
+    splits=True,
+    fake=_like_tokens,
+)
+def experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, *, act: str) -> Tensor:
+    """Mixture of experts after routing: x [T, H], ids and weights [T, K], gate_up [E, 2I, H], down [E, H, I].
+
+    Each token's output is the weighted sum of its K experts. Runs the experts that are used, one after another.
+    """
+    out = torch.zeros_like(x)
+    for expert in torch.unique(ids).tolist():
+        token, slot = torch.where(ids == expert)
+        gate, up = F.linear(x[token], gate_up[expert]).chunk(2, dim=-1)
+        done = F.linear(_ACTIVATIONS[act](gate) * up, down[expert]) * weights[token, slot, None]
+        out.index_add_(0, token, done.to(out.dtype))
+    return out

@@ -1,0 +1,127 @@
+"""What an op is: schema, eager reference, fake, effects, and whether the graph is split there.
+
+ATen ops need no row: their schema and reference are torch's own. Ops of the dialect are rows in this room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from treadle.ir.errors import VerifyError
+
+
+@dataclass(frozen=True)
+class Op:
+    """One op. `tensors` and `attributes` are the schema's argument names in order; `defaults` those left out."""
+
+    name: str
+    schema: str
+    reference: Callable[..., Any] = field(compare=False)
+    tensors: tuple[str, ...]
+    attributes: tuple[str, ...]
+    lists: frozenset[str]
+    defaults: dict[str, Any] = field(compare=False, default_factory=dict)
+    num_results: int = 1
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    splits: bool = False
+    fake: Callable[..., Any] | None = field(compare=False, default=None)
+    variadic_results: bool = False
+    doc: str = ""
+
+    @property
+    def pure(self) -> bool:
+        return not self.writes
+
+
+_DIALECT: dict[str, Op] = {}
+
+
+def op(
+    schema: str,
+    *,
+    splits: bool = False,
+    reads: Sequence[str] = (),
+    writes: Sequence[str] = (),
+    fake: Callable[..., Any] | None = None,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Adds a row to the dialect. `schema` is in torch's notation; the decorated function is the eager reference.
+
+    The reference takes every argument by keyword, in plain torch calls that torch.export can trace. `fake` gives
+    result tensors on the meta device when running the reference there is not possible. `reads` and `writes` name
+    operands that are state.
+    """
+
+    def register(reference: Callable[..., Any]) -> Callable[..., Any]:
+        row = _from_schema(torch._C.parse_schema(f"treadle::{schema}"), reference)
+        details = {
+            "splits": splits,
+            "reads": tuple(reads),
+            "writes": tuple(writes),
+            "fake": fake,
+            "doc": (reference.__doc__ or "").strip(),
+        }
+        name = row.name.removeprefix("treadle.")
+        if name in _DIALECT:
+            raise VerifyError(f"op {name!r} is already registered")
+        _DIALECT[name] = Op(**{**row.__dict__, **details, "name": name, "schema": schema})
+        return reference
+
+    return register
+
+
+def dialect() -> dict[str, Op]:
+    """All ops of our own, by name."""
+    import treadle.ir.ops.library  # noqa: F401  (registers the rows)
+
+    return dict(_DIALECT)
+
+
+@lru_cache(maxsize=4096)
+def get_op(name: str) -> Op:
+    """The op behind a name: `rms_norm` (ours) or `aten.add.Tensor`. Raises VerifyError for an unknown one."""
+    rows = dialect()
+    if name in rows:
+        return rows[name]
+    if name.count(".") == 2:
+        namespace, packet, overload = name.split(".")
+        try:
+            target = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+        except AttributeError:
+            target = None
+        if target is not None:
+            return _from_schema(target._schema, target)
+    raise VerifyError(f"unknown op {name!r}; ops of the dialect: {', '.join(sorted(rows))}; torch ops: aten.add.Tensor")
+
+
+def _from_schema(schema: Any, reference: Callable[..., Any]) -> Op:
+    tensors, attributes, lists, defaults = [], [], [], {}
+    for argument in schema.arguments:
+        kind = str(argument.type)
+        if "Tensor" in kind:
+            tensors.append(argument.name)
+            if "List" in kind:
+                lists.append(argument.name)
+        else:
+            attributes.append(argument.name)
+        if argument.has_default_value():
+            defaults[argument.name] = argument.default_value
+    returns = [str(item.type) for item in schema.returns]
+    overload = schema.overload_name or ("default" if schema.name.startswith("aten::") else "")
+    name = schema.name.replace("::", ".") + (f".{overload}" if overload else "")
+    return Op(
+        name=name,
+        schema=str(schema),
+        reference=reference,
+        tensors=tuple(tensors),
+        attributes=tuple(attributes),
+        lists=frozenset(lists),
+        defaults=defaults,
+        num_results=len(returns),
+        variadic_results=any("List" in kind for kind in returns),
+    )

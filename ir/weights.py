@@ -1,0 +1,221 @@
+"""Weight plans: a parameter of a graph is a recipe over checkpoint tensors, not a tensor.
+
+Passes edit recipes together with the graph; the loader evaluates them while it streams the checkpoint. The
+text form of a recipe is a Python-like call, for example `concat([load("q"), load("k")], dim=0)`.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from treadle.ir.errors import ModelError
+from treadle.ir.types import DTYPES, DType
+
+Read = Callable[[str], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Base of all recipes. Fields that are recipes (or tuples of them) come first in the text form."""
+
+    def sources(self) -> Iterator[str]:
+        """Names of the checkpoint tensors it reads, in order, with repeats."""
+        for part in self.parts():
+            yield from part.sources()
+
+    def parts(self) -> Iterator[Recipe]:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, Recipe):
+                yield value
+            elif isinstance(value, tuple):
+                yield from (part for part in value if isinstance(part, Recipe))
+
+    def evaluate(self, read: Read) -> torch.Tensor:
+        """Computes the tensor; `read(name)` gives a checkpoint tensor (CPU, as stored)."""
+        raise AssertionError(f"{type(self).__name__} has no evaluate")
+
+    def __str__(self) -> str:
+        return f"{_NAMES[type(self)]}({', '.join(_argument_text(self))})"
+
+
+@dataclass(frozen=True)
+class Load(Recipe):
+    """A checkpoint tensor by name."""
+
+    name: str
+
+    def sources(self) -> Iterator[str]:
+        yield self.name
+
+    def evaluate(self, read: Read) -> torch.Tensor:
+        return read(self.name)
+
+
+@dataclass(frozen=True)
+class Literal(Recipe):
+    """A small tensor that exists only in the model code (rotary frequencies, scales): values in row order."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    values: tuple[float | int, ...]
+
+    def evaluate(self, read: Read) -> torch.Tensor:
+        return torch.tensor(self.values, dtype=self.dtype.torch).reshape(self.shape)
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Literal:
+        return Literal(DType.of(tensor.dtype), tuple(tensor.shape), tuple(tensor.flatten().tolist()))
+
+
+@dataclass(frozen=True)
+class Concat(Recipe):
+    of: tuple[Recipe, ...]
+    dim: int = 0
+
+    def evaluate(self, read: Read) -> torch.Tensor:
+        return torch.cat([part.evaluate(read) for part in self.of], dim=self.dim)
+
+
+@dataclass(frozen=True)
+class Stack(Recipe):
+    of: tuple[Recipe, ...]
+    dim: int = 0
+
+    def evaluate(self, read: Read) -> torch.Tensor:
+        return torch.stack([part.evaluate(read) for part in self.of], dim=self.dim)
+
+
+@dataclass(frozen=True)
+class Slice(Recipe):
+    """Elements `start` up to `stop` of one dimension."""
+
+    of: Recipe
+    dim: int
+    start: int
+    stop: int
+
+    def evaluate(self, read: Read) -> torch.Tensor:
+        return self.of.evaluate(read).narrow(self.dim, self.start, self.stop - self.start)
+
+
+@dataclass(frozen=True)
+class Transpose(Recipe):
+    of: Recipe
+    dim0: int = 0
+    dim1: int = 1
+
+    def evaluate(self, read: Read) -> torch.Tensor:
+        return self.of.evaluate(read).transpose(self.dim0, self.dim1)
+
+
+@dataclass(frozen=True)
+class Reshape(Recipe):
+    of: Recipe
+    shape: tuple[int, ...]
+
+    def evaluate(self, read: Read) -> torch.Tensor:
+        return self.of.evaluate(read).reshape(self.shape)
+
+
+@dataclass(frozen=True)
+class AddScalar(Recipe):
+    """Adds a constant; GGUF stores some norms as weight + 1."""
+
+    of: Recipe
+    value: float
+
+    def evaluate(self, read: Read) -> torch.Tensor:
+        return self.of.evaluate(read) + self.value
+
+
+@dataclass(frozen=True)
+class UnpermuteRope(Recipe):
+    """Undoes the row order that GGUF uses for rotary projections of Llama: interleaved pairs to halves."""
+
+    of: Recipe
+    heads: int
+
+    def evaluate(self, read: Read) -> torch.Tensor:
+        weight = self.of.evaluate(read)
+        half = weight.shape[0] // self.heads // 2
+        return weight.reshape(self.heads, half, 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+
+
+@dataclass(frozen=True)
+class Cast(Recipe):
+    of: Recipe
+    dtype: DType
+
+    def evaluate(self, read: Read) -> torch.Tensor:
+        return self.of.evaluate(read).to(self.dtype.torch)
+
+
+_NAMES: dict[type[Recipe], str] = {
+    Load: "load",
+    Literal: "literal",
+    Concat: "concat",
+    Stack: "stack",
+    Slice: "slice",
+    Transpose: "transpose",
+    Reshape: "reshape",
+    AddScalar: "add_scalar",
+    UnpermuteRope: "unpermute_rope",
+    Cast: "cast",
+}
+_CLASSES = {name: cls for cls, name in _NAMES.items()}
+
+
+def register_recipe(name: str, cls: type[Recipe]) -> None:
+    """Adds a kind of recipe (for a quantization scheme, a packing). Its text form uses `name`."""
+    if name in _CLASSES:
+        raise ModelError(f"recipe {name!r} is already registered by {_CLASSES[name].__name__}")
+    _NAMES[cls], _CLASSES[name] = name, cls
+
+
+def _argument_text(recipe: Recipe) -> Iterator[str]:
+    for item in fields(recipe):
+        value = getattr(recipe, item.name)
+        if isinstance(value, Recipe):
+            yield str(value)
+        elif isinstance(value, tuple) and value and isinstance(value[0], Recipe):
+            yield f"[{', '.join(map(str, value))}]"
+        elif isinstance(value, DType):
+            yield f"{item.name}={value}"
+        elif isinstance(value, str):
+            yield '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+        else:
+            yield f"{item.name}={list(value) if isinstance(value, tuple) else value!r}"
+
+
+def parse_recipe(text: str) -> Recipe:
+    """Reads the text form back. Raises ModelError that shows the text for anything else."""
+    try:
+        return recipe_of(ast.parse(text.strip(), mode="eval").body)
+    except SyntaxError as error:
+        raise ModelError(f"weight recipe cannot be read: {text!r}: {error.msg}") from error
+
+
+def recipe_of(tree: ast.expr) -> Any:
+    """A recipe, or a literal argument of one, from its syntax tree."""
+    match tree:
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords):
+            if name not in _CLASSES:
+                raise ModelError(f"unknown weight recipe {name!r}; known: {', '.join(sorted(_CLASSES))}")
+            return _CLASSES[name](*map(recipe_of, args), **{str(k.arg): recipe_of(k.value) for k in keywords})
+        case ast.List(elts=items):
+            return tuple(map(recipe_of, items))
+        case ast.Name(id=name) if name in DTYPES:
+            return DTYPES[name]
+        case ast.Name(id=("inf" | "nan") as name):
+            return float(name)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -recipe_of(operand)
+        case ast.Constant(value=value):
+            return value
+    raise ModelError(f"weight recipe cannot hold {ast.unparse(tree)!r}")
