@@ -1,0 +1,1 @@
+"""Hides how many workers run a step and how to reach them."""
