@@ -1,0 +1,1 @@
+"""From chat messages to the text of a prompt: the message normaliser and the chat template. Imports no torch."""
