@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+
+from treadle.runtime.protocol import LogprobRow
 
 STOP, LENGTH, ABORT, ERROR = "stop", "length", "abort", "error"
 """The reasons for which a completion ends."""
@@ -23,6 +26,15 @@ SampleLogprobs = list[dict[int, Logprob]]
 
 PromptLogprobs = list[dict[int, Logprob] | None]
 """One mapping a prompt token; the first token has none."""
+
+
+def logprob_entries(row: LogprobRow, token_text: Callable[[int], str] | None = None) -> dict[int, Logprob]:
+    """One position as users see it, in the row's order: the sampled (or prompt) token first."""
+    entries: dict[int, Logprob] = {}
+    for token_id, logprob, rank in zip(row.token_ids, row.logprobs, row.ranks, strict=True):
+        if token_id not in entries:
+            entries[token_id] = Logprob(logprob, rank, token_text(token_id) if token_text else None)
+    return entries
 
 
 @dataclass

@@ -56,6 +56,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
@@ -99,6 +100,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         _check_range("min_tokens", self.min_tokens, 0, max_model_len - 1)
         _check_token_ids("stop_token_ids", self.stop_token_ids or (), vocab_size)
         _check_token_ids("allowed_token_ids", self.allowed_token_ids or (), vocab_size)
+        _check_token_ids("logprob_token_ids", self.logprob_token_ids or (), vocab_size)
         _check_token_ids("logit_bias", self.logit_bias or (), vocab_size)
         for word in self.bad_words_token_ids:
             _check_token_ids("bad_words_token_ids", word, vocab_size)
@@ -138,6 +140,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             bad_words=list(self.bad_words or ()),
             logit_bias=dict(self.logit_bias) if self.logit_bias is not None else None,
             allowed_token_ids=list(self.allowed_token_ids) if self.allowed_token_ids is not None else None,
+            logprob_token_ids=list(self.logprob_token_ids) if self.logprob_token_ids is not None else None,
             extra_args=dict(self.extra_args) if self.extra_args is not None else None,
             all_stop_token_ids=set(self.all_stop_token_ids),
             bad_words_token_ids=[list(word) for word in self.bad_words_token_ids],
@@ -180,7 +183,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             raise _bad("stop", self.stop, "empty when detokenize is False: stop strings are found in text")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise _bad("allowed_token_ids", [], "None or at least one token id")
-        for field in ("stop_token_ids", "allowed_token_ids"):
+        for field in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
             for token in getattr(self, field) or ():
                 _check_range(field, token, 0, MAX_INT64, integer=True)
         for bias in (self.logit_bias or {}).values():

@@ -1,0 +1,72 @@
+"""One token a row by inverting the cumulative distribution at a given uniform number, and the argmax.
+
+The uniform of a seeded request depends on its seed and position alone, so nothing else in the batch, no
+preemption and no chunking of its prompt can change what it draws. Legend: R and S rows, V vocabulary, B blocks.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_BLOCK = 256
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def argmax_rows(logits_RV: Tensor) -> Tensor:
+    """Index of the first largest logit of each row, int64 [R]."""
+    if logits_RV.is_cpu and logits_RV.dtype == torch.float32:
+        return torch.from_numpy(
+            logits_RV.detach().numpy().argmax(1)
+        )  # vectorised, 20 times faster than torch's
+    return logits_RV.argmax(-1)
+
+
+def pick_random(logits_SV: Tensor, uniforms_S: Tensor) -> Tensor:
+    """Draws from softmax(logits) with one float64 uniform in [0, 1) a row; int64 [S].
+
+    A token of probability 0 is never drawn; a row of NaN gives some token of the vocabulary. First the block of 256 tokens is found, then the token in it.
+    """
+    num_rows, vocab_size = logits_SV.shape
+    num_blocks = -(-vocab_size // _BLOCK)
+    padded = logits_SV.new_zeros if vocab_size % _BLOCK else logits_SV.new_empty
+    mass_SV = padded(num_rows, num_blocks * _BLOCK)
+    inside = mass_SV[:, :vocab_size]
+    torch.sub(logits_SV, logits_SV.amax(-1, keepdim=True), out=inside)
+    inside.exp_()
+    mass_SBb = mass_SV.view(num_rows, num_blocks, _BLOCK)
+
+    block_S, fraction_S = _invert(mass_SBb.sum(-1), uniforms_S)
+    chosen_Sb = mass_SBb[torch.arange(num_rows, device=block_S.device), block_S]
+    token_S, _ = _invert(chosen_Sb, fraction_S)
+    return (block_S * _BLOCK + token_S).clamp_(max=vocab_size - 1)
+
+
+def _invert(mass_SN: Tensor, uniforms_S: Tensor) -> tuple[Tensor, Tensor]:
+    """The index whose share of the cumulative mass covers the uniform, and how far into it, in [0, 1)."""
+    cumulative = mass_SN.cumsum(-1, dtype=torch.float64)
+    total = cumulative[:, -1:]
+    largest = torch.nextafter(total, torch.zeros_like(total))
+    target = torch.minimum(uniforms_S.unsqueeze(1) * total, largest)
+    # The first entry whose cumulative mass exceeds the target: its own mass is above zero.
+    index = torch.searchsorted(cumulative, target, right=True).clamp_(max=mass_SN.shape[1] - 1)
+    mass = mass_SN.gather(1, index).double()
+    fraction = (target - (cumulative.gather(1, index) - mass)) / mass
+    return index.squeeze(1), fraction.squeeze(1).clamp_(0, 1 - 2**-53)
+
+
+def seeded_uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Uniform float64 in [0, 1) for each (seed, position) of uint64; a pure function, the same on any machine.
+
+    Counter-based: two rounds of the SplitMix64 finaliser (Steele, Lea and Flood 2014).
+    """
+    with np.errstate(over="ignore"):
+        mixed = _mix(_mix(seeds + _GOLDEN) + (positions + np.uint64(1)) * _GOLDEN)
+    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mix(z: np.ndarray) -> np.ndarray:
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
