@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import Enum, StrEnum
-from typing import overload
+from typing import NamedTuple, overload
 
 from treadle.runtime.protocol import CoreRequest, LogprobRow
 
@@ -30,11 +30,19 @@ BLOCKED = frozenset({_S.WAITING_FOR_GRAMMAR, _S.WAITING_FOR_REMOTE_KV})
 _NEXT_STATUSES = {
     _S.WAITING: {_S.WAITING_FOR_GRAMMAR, _S.WAITING_FOR_REMOTE_KV, _S.RUNNING, _S.FINISHED},
     _S.WAITING_FOR_GRAMMAR: {_S.WAITING, _S.FINISHED},
-    _S.WAITING_FOR_REMOTE_KV: {_S.WAITING, _S.FINISHED},
+    _S.WAITING_FOR_REMOTE_KV: {_S.WAITING, _S.PREEMPTED, _S.FINISHED},
     _S.RUNNING: {_S.PREEMPTED, _S.FINISHED},
     _S.PREEMPTED: {_S.WAITING_FOR_REMOTE_KV, _S.RUNNING, _S.FINISHED},
     _S.FINISHED: set(),
 }
+
+
+class MediaFeature(NamedTuple):
+    """A media item: its placeholder tokens stand at `offset` .. `offset + num_tokens` and carry no content."""
+
+    identifier: str
+    offset: int
+    num_tokens: int
 
 
 class TokenView(Sequence[int]):
@@ -75,6 +83,8 @@ class Request:
         self.arrival_time = core.arrival_time
         self.lora_name = core.lora_name
         self.cache_salt = core.cache_salt
+        self.media: Sequence[MediaFeature] = ()
+        self.prompt_embeds: Sequence[bytes] = ()  # one row of values a prompt token, instead of ids
         self.prompt_token_ids: Sequence[int] = TokenView(list(core.prompt_token_ids))
         self._output_token_ids: list[int] = []
         self._all_token_ids = list(core.prompt_token_ids)
@@ -101,7 +111,7 @@ class Request:
         self._hasher: Callable[[Request], list[bytes]] | None = None
 
         self.prompt_logprobs: list[LogprobRow | None] = []
-        self._awaits_prompt_logprobs = core.sampling_params.prompt_logprobs is not None
+        self.awaits_prompt_logprobs = core.sampling_params.prompt_logprobs is not None
 
     # Tokens
 
@@ -168,10 +178,12 @@ class Request:
         self.num_preemptions += 1
         self.num_computed_tokens = 0
         self.spec_token_ids = []
+        self.next_decode_eligible_step = 0
         self.num_stale_output_tokens += self.num_in_flight_tokens
         self.num_in_flight_tokens = self.num_output_placeholders = 0
-        self.drop_stale_output = drop_stale_output and self.num_stale_output_tokens > 0
-        if self._awaits_prompt_logprobs:
+        drop = drop_stale_output or self.drop_stale_output
+        self.drop_stale_output = drop and self.num_stale_output_tokens > 0
+        if self.awaits_prompt_logprobs:
             self.prompt_logprobs = []
 
     # Limits and options
@@ -184,19 +196,19 @@ class Request:
     @property
     def reads_prefix_cache(self) -> bool:
         """False on request, and while prompt logprobs are due, which need the logits of every prompt token."""
-        return not (self.core.skip_prefix_cache_read or self._awaits_prompt_logprobs)
+        return not (self.core.skip_prefix_cache_read or self.awaits_prompt_logprobs)
 
     def add_prompt_logprobs(self, rows: list[LogprobRow | None]) -> None:
         """Keeps the rows of one more chunk; rows of a recomputed prompt that was reported already are ignored."""
-        if self._awaits_prompt_logprobs:
+        if self.awaits_prompt_logprobs:
             self.prompt_logprobs.extend(rows)
 
     def take_prompt_logprobs(self) -> list[LogprobRow | None] | None:
         """Returns one entry a prompt token, once, when the prompt is done; None at any other time."""
-        if not self._awaits_prompt_logprobs:
+        if not self.awaits_prompt_logprobs:
             return None
         rows, self.prompt_logprobs = self.prompt_logprobs, []
-        self._awaits_prompt_logprobs = False
+        self.awaits_prompt_logprobs = False
         assert len(rows) == self.num_prompt_tokens, f"{len(rows)} prompt logprobs, {self.num_prompt_tokens} tokens"
         return rows
 
