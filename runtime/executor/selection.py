@@ -1,0 +1,50 @@
+"""From one configuration value to an executor class."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from treadle.ir.errors import ConfigError
+from treadle.runtime.executor.interface import Executor
+
+EXECUTORS = {"uni": "treadle.runtime.executor.uni:UniExecutor"}
+
+PLANNED = ("mp", "ray", "external_launcher")
+"""Names that are known and that this version refuses."""
+
+
+def select_executor(asked: Any) -> type[Executor]:
+    """The class for a name, a class, or a qualified name ("module:Class" or "module.Class").
+
+    Raises TypeError for a class that is no Executor, ConfigError (a ValueError) for anything else that fits nothing.
+    """
+    if isinstance(asked, str):
+        asked = _resolve(asked)
+    if not isinstance(asked, type):
+        raise ConfigError(f"executor={asked!r} should be one of {_choices()}, an Executor class, or 'module:Class'")
+    if not issubclass(asked, Executor):
+        raise TypeError(f"executor class {asked.__module__}.{asked.__qualname__} is not a subclass of Executor")
+    return asked
+
+
+def executor_name(asked: Any) -> str:
+    """The text that selects the same executor in another process."""
+    return asked if isinstance(asked, str) else f"{asked.__module__}:{asked.__qualname__}"
+
+
+def _resolve(name: str) -> Any:
+    if name in PLANNED:
+        raise ConfigError(f"executor {name!r} is not available in this version; choose one of {_choices()}")
+    target = EXECUTORS.get(name, name)
+    module, _, attribute = target.partition(":") if ":" in target else target.rpartition(".")
+    if not module:
+        raise ConfigError(f"unknown executor {name!r}; choose one of {_choices()}, or name a class as 'module:Class'")
+    try:
+        return getattr(import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"executor {name!r} cannot be loaded: {error}") from error
+
+
+def _choices() -> str:
+    return ", ".join(EXECUTORS)

@@ -1,0 +1,219 @@
+"""A loaded model: the stitched program with its pieces, weights and attention bound, run step by step.
+
+The steps before the first `select_rows` are the body, the rest is the head: the head may run more than once on the
+result of one body, with other rows (prompt logprobs come in chunks).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from treadle.codegen.program import PROGRAM_INPUTS, KVLayer, Program, Step, check_program
+from treadle.ir.errors import BundleError
+from treadle.kernels.native import NativeLibrary
+from treadle.runtime import forward_context
+from treadle.runtime.dispatch import GraphKeys
+
+Piece = Callable[[list[torch.Tensor]], list[torch.Tensor]]
+"""A compiled piece for every token count: takes values, then weights."""
+
+Values = list[Any]
+"""The values of one step by place; None once the last reader is done."""
+
+BoundStep = Callable[[Values], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """What the engine must know of a model apart from how to run it. `dtype` is an IR name such as "bf16"."""
+
+    name: str
+    vocab_size: int
+    max_model_len: int
+    max_num_batched_tokens: int
+    dtype: str
+    architecture: str = ""
+
+
+class AttentionShape(NamedTuple):
+    """The attributes of one attention step that a backend needs."""
+
+    layer: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    scale: float
+    window: int | None
+    softcap: float | None
+    has_sinks: bool
+
+
+MakeAttention = Callable[[AttentionShape, torch.Tensor | None], Any]
+"""Gives the implementation of one layer's attention from its shape and its sinks, if it has any."""
+
+
+def attention_shape(step: Step) -> AttentionShape:
+    """Reads an attention step's attributes."""
+    attrs = step.attrs
+    return AttentionShape(
+        layer=attrs["layer"],
+        num_heads=attrs["num_heads"],
+        num_kv_heads=attrs["num_kv_heads"],
+        head_size=attrs["head_size"],
+        scale=attrs["scale"],
+        window=attrs.get("window"),
+        softcap=attrs.get("softcap"),
+        has_sinks=bool(step.params),
+    )
+
+
+class LoadedModel:
+    """A program over loaded pieces and mapped weights. Call `bind` once before the first step."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        program: Program,
+        pieces: Mapping[str, Piece],
+        weights: Mapping[str, torch.Tensor],
+        native: Mapping[str, NativeLibrary] | None = None,
+        graph_keys: GraphKeys = frozenset(),
+    ):
+        """`graph_keys` are the padded shapes for which the pieces have exact-size artifacts."""
+        check_program(program)
+        self.spec = spec
+        self.graph_keys = graph_keys
+        self.native = dict(native or {})
+        self.program = program
+        self._pieces = pieces
+        self._weights = weights
+        self._places = _places(program)
+        self._split = _first_select(program)
+        self._body: list[BoundStep] = []
+        self._head: list[BoundStep] = []
+        missing = [name for name in program.piece_names() if name not in pieces]
+        missing += [name for name in program.param_names() if name not in weights]
+        if missing:
+            raise BundleError(f"the program of {spec.name} needs {', '.join(missing[:5])}, which did not load")
+
+    @property
+    def kv_layers(self) -> list[KVLayer]:
+        """One entry for each attention layer, in the order in which they run."""
+        return self.program.kv_layers
+
+    def attention_shapes(self) -> list[AttentionShape]:
+        """The attention steps in the order in which they run."""
+        return [attention_shape(step) for step in self.program.steps if step.op == "attention"]
+
+    def bind(self, make_attention: MakeAttention) -> None:
+        """Resolves every name once. `make_attention(shape, sinks)` gives the implementation of one layer."""
+        last_use = _last_uses(self.program)
+        bound = []
+        for index, step in enumerate(self.program.steps):
+            dead = [self._places[name] for name, last in last_use.items() if last == index]
+            bound.append(self._bind_step(step, make_attention))
+            if dead:
+                bound.append(_release(dead))
+            if index + 1 == self._split:
+                self._body, bound = bound, []
+        self._head = bound
+
+    def _bind_step(self, step: Step, make_attention: MakeAttention) -> BoundStep:
+        sources = [self._places[name] for name in step.inputs]
+        targets = [self._places[name] for name in step.outputs]
+        if step.kind == "piece":
+            return _piece_step(self._pieces[step.piece], sources, [self._weights[n] for n in step.params], targets)
+        if step.op == "attention":
+            sinks = self._weights[step.params[0]] if step.params else None
+            shape = attention_shape(step)
+            return _attention_step(make_attention(shape, sinks), shape.layer, sources, targets[0])
+        if step.op == "select_rows":
+            return _select_step(sources, targets[0])
+        raise BundleError(f"unknown op step {step.op!r}; this version runs attention and select_rows")
+
+    def run_body(self, input_ids: torch.Tensor, positions: torch.Tensor) -> Values:
+        """Runs everything up to the row selection on i64 [T] ids and positions; needs a forward context."""
+        values: Values = [None] * len(self._places)
+        values[self._places["input_ids"]] = input_ids
+        values[self._places["positions"]] = positions
+        for step in self._body:
+            step(values)
+        return values
+
+    def logits(self, values: Values, rows: torch.Tensor) -> torch.Tensor:
+        """[S, V] logits of the given i64 [S] rows; S is at least 1. `values` stays usable for other rows."""
+        values = list(values)
+        values[self._places["logit_rows"]] = rows
+        for step in self._head:
+            step(values)
+        return values[self._places[self.program.outputs[0]]]
+
+
+def _places(program: Program) -> dict[str, int]:
+    names = list(PROGRAM_INPUTS)
+    names += [name for name in program.inputs if name not in names]
+    names += [name for step in program.steps for name in step.outputs]
+    return {name: place for place, name in enumerate(names)}
+
+
+def _first_select(program: Program) -> int:
+    for index, step in enumerate(program.steps):
+        if step.op == "select_rows":
+            return index
+    raise BundleError("the program selects no rows, so it gives logits for every token; compile the model again")
+
+
+def _last_uses(program: Program) -> dict[str, int]:
+    """Index of the last step that reads (or, unread, defines) each value; outputs are never released."""
+    last: dict[str, int] = {}
+    for index, step in enumerate(program.steps):
+        for name in (*step.outputs, *step.inputs):
+            last[name] = index
+    for name in program.outputs:
+        last.pop(name, None)
+    return last
+
+
+def _piece_step(piece: Piece, sources: list[int], params: list[torch.Tensor], targets: list[int]) -> BoundStep:
+    def run(values: Values) -> None:
+        outputs = piece([*[values[source] for source in sources], *params])
+        for target, output in zip(targets, outputs, strict=True):
+            values[target] = output
+
+    return run
+
+
+def _attention_step(impl: Any, layer: int, sources: list[int], target: int) -> BoundStep:
+    q_at, k_at, v_at = sources
+
+    def run(values: Values) -> None:
+        context = forward_context.current()
+        q, cache = values[q_at], context.kv_caches[layer]
+        impl.write_kv(values[k_at], values[v_at], cache, context.slot_mapping[layer])
+        out = q.new_empty((*q.shape[:-1], values[v_at].shape[-1]))
+        if context.is_padding is not None:
+            out[context.is_padding] = 0  # garbage in a padding row could be NaN and reach an index
+        values[target] = impl.forward(q, cache, context.attn_metadata[layer], out)
+
+    return run
+
+
+def _select_step(sources: list[int], target: int) -> BoundStep:
+    x_at, rows_at = sources
+
+    def run(values: Values) -> None:
+        values[target] = values[x_at].index_select(0, values[rows_at])
+
+    return run
+
+
+def _release(dead: Sequence[int]) -> BoundStep:
+    def run(values: Values) -> None:
+        for place in dead:
+            values[place] = None
+
+    return run
