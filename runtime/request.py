@@ -86,6 +86,7 @@ class Request:
         self.media: Sequence[MediaFeature] = ()
         self.prompt_embeds: Sequence[bytes] = ()  # one row of values a prompt token, instead of ids
         self.prompt_token_ids: Sequence[int] = TokenView(list(core.prompt_token_ids))
+        self.num_prompt_tokens = len(core.prompt_token_ids)
         self._output_token_ids: list[int] = []
         self._all_token_ids = list(core.prompt_token_ids)
         self.output_token_ids: Sequence[int] = TokenView(self._output_token_ids)
@@ -114,10 +115,6 @@ class Request:
         self.awaits_prompt_logprobs = core.sampling_params.prompt_logprobs is not None
 
     # Tokens
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.prompt_token_ids)
 
     @property
     def num_output_tokens(self) -> int:

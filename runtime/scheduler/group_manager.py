@@ -44,6 +44,10 @@ class GroupManager(ABC):
     def take_out_unneeded(self, req_id: str, num_computed: int) -> list[Block]:
         """Replaces blocks that no later token attends to by the null block; returns them, the last one first."""
 
+    def has_slots(self, req_id: str, num_slots: int) -> bool:
+        """Whether the table of a request has room for `num_slots` slots already."""
+        return len(self.tables[req_id]) * self.block_size >= num_slots
+
     def blocks_to_take(self, req_id: str, num_slots: int, hit: Sequence[Block]) -> int:
         """Returns by how much the free blocks shrink when the request gets `num_slots` slots, its hit included."""
         held = len(self.tables.get(req_id, ())) + len(hit)
@@ -66,12 +70,14 @@ class GroupManager(ABC):
 
     def remember(self, req_id: str, hashes: Sequence[bytes], num_tokens: int) -> None:
         """Enters the blocks that became full with `num_tokens` computed tokens into the index."""
-        table, known = self.tables[req_id], self._num_known[req_id]
-        full = min(num_tokens // self.block_size, len(hashes))
+        known, full = self._num_known[req_id], min(num_tokens // self.block_size, len(hashes))
+        if full <= known:
+            return
+        table = self.tables[req_id]
         for i in range(known, full):
             if not table[i].is_null:
                 self.pool.remember(table[i], index_key(hashes[i], self.group))
-        self._num_known[req_id] = max(known, full)
+        self._num_known[req_id] = full
 
     def detach(self, req_id: str) -> list[Block]:
         """Forgets the request; returns its blocks in the order to release them: ends of sequences are evicted first."""

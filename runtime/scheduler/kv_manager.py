@@ -130,10 +130,12 @@ class KVManager:
         then nothing has changed but the release of blocks that a window has left behind.
         """
         first, hit = hit is not None, hit or self.nothing
-        if not first:
-            self._release_unneeded(request)
         computed = request.num_computed_tokens + hit.num_tokens
         slots = min(computed + num_new + self.config.num_lookahead_tokens, self.config.max_model_len)
+        if not first:
+            if all(manager.has_slots(request.request_id, slots) for manager in self.managers):
+                return self.nothing.blocks
+            self._release_unneeded(request)
         needed = self._blocks_to_take(request, slots, hit)
         if whole:
             needed = max(needed, min(self._blocks_to_take(request, request.num_tokens, hit), self.peak_blocks(request.num_tokens)))
