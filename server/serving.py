@@ -1,0 +1,79 @@
+"""What both generating endpoints do around their own part: admit, read, check, run, give up, answer."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import ExitStack
+from typing import Any, Generic, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from treadle.runtime.renderer import Prompt
+from treadle.server.body import read_body
+from treadle.server.generation import Generation, Job
+from treadle.server.responses import EventStream, answer
+from treadle.server.sampling import sampling_params
+from treadle.server.schemas import SamplingBody
+from treadle.server.state import ServerState
+
+B = TypeVar("B", bound=SamplingBody)
+
+
+class Work(Generic[B]):
+    """One accepted request: its body, the name its answer carries, and the generation that runs for it."""
+
+    def __init__(self, state: ServerState, body: B, model: str, prefix: str, prompts: list[Prompt]):
+        self.state = state
+        self.body = body
+        self.id = f"{prefix}-{uuid.uuid4().hex}"
+        self.prompts = prompts
+        self.base = {"id": self.id, "created": int(time.time()), "model": model}
+        jobs = [
+            Job(f"{self.id}-{i}", p.token_ids, sampling_params(body, state, len(p.token_ids)), p.text)
+            for i, p in enumerate(prompts)
+        ]
+        self.generation = Generation(state, jobs, body)
+
+    def usage(self) -> dict[str, Any]:
+        """The usage so far, in OpenAI's shape."""
+        return self.generation.usage.as_json()
+
+    def chunk_usage(self) -> dict[str, Any]:
+        """What a chunk says about usage: nothing unless asked, null before the last one, numbers if continuous."""
+        if not self.body.include_usage:
+            return {}
+        return {"usage": self.usage() if self.body.continuous_usage else None}
+
+
+async def serve(
+    request: Request,
+    state: ServerState,
+    schema: type[B],
+    prefix: str,
+    prepare: Callable[[B, ServerState], Awaitable[list[Prompt]]],
+    whole: Callable[[Work[B]], Awaitable[dict[str, Any]]],
+    events: Callable[[Work[B]], AsyncGenerator[bytes, None]],
+) -> Response:
+    """Answers one request: `prepare` renders its prompts, `whole` or `events` shape the answer.
+
+    The place in the server is held until the last byte is out or the client is gone.
+    """
+    state.check_alive()
+    with ExitStack() as stack:
+        slot = stack.enter_context(state.admission.enter())
+        body = await read_body(request, schema, state.config)
+        model = state.check_model(body.model)
+        body.check()
+        work = Work(state, body, model, prefix, await prepare(body, state))
+        if not body.stream:
+            return await answer(request, whole(work), state.metrics.aborted.inc)
+        stack.pop_all()
+        return EventStream(
+            events(work),
+            stall_timeout=state.config.stall_timeout,
+            on_close=slot.release,
+            on_gone=state.metrics.aborted.inc,
+        )
