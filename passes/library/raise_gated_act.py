@@ -1,0 +1,60 @@
+"""Recognises gated activations.
+
+    %a = aten.silu(%gate)
+    %y = aten.mul(%a, %up)      ->    %y = gated_act(%gate, %up, act='silu')
+
+Also gelu, gelu with the tanh approximation, and relu. Exact. The two operands must be computed values of one type: an
+activation times a weight or a scalar is not gated. Does not handle activations spelled out in primitive ops, nor gates
+with clamps or offsets (gpt-oss).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from treadle.ir.graph import Graph, Param, Value
+from treadle.passes.base import Pass, PassReport, Tier
+from treadle.passes.match import bind, op
+from treadle.passes.rewrite import Build, Match, Rewriter, Rule, Where, rewrite
+
+
+def _with(act: str) -> Build:
+    def build(rewriter: Rewriter, match: Match) -> Value:
+        gate, up = match["gate"], match["up"]
+        return rewriter.call("gated_act", gate, up, act=act, source=match.root.source).result
+
+    return build
+
+
+def _same_type(match: Match) -> bool:
+    return match["gate"].type == match["up"].type
+
+
+def _computed(match: Match) -> bool:
+    return not isinstance(match["up"], Param)
+
+
+_WHERE: tuple[Where, ...] = (
+    ("gate and up differ in type", _same_type),
+    ("the other factor is a parameter, not a computed value", _computed),
+)
+_GATE = bind("gate")
+_ACTIVATIONS = {
+    "silu": op("aten.silu.default", _GATE),
+    "gelu_tanh": op("aten.gelu.default", _GATE, approximate="tanh"),
+    "gelu": op("aten.gelu.default", _GATE, approximate="none"),
+    "relu": op("aten.relu.default", _GATE),
+}
+RULES = tuple(
+    Rule(act, op("aten.mul.Tensor", pattern, bind("up")), _with(act), _WHERE) for act, pattern in _ACTIVATIONS.items()
+)
+
+
+@dataclass(frozen=True)
+class RaiseGatedAct(Pass):
+    name: ClassVar[str] = "raise_gated_act"
+    tier: ClassVar[Tier] = "exact"
+
+    def run(self, graph: Graph) -> PassReport:
+        return rewrite(graph, self.report(), RULES)

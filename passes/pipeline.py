@@ -1,0 +1,128 @@
+"""The order of the passes: from a traced graph to a program over unique pieces. The only place where order is written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from treadle.ir.errors import ConfigError
+from treadle.ir.graph import Graph
+from treadle.passes.base import Pass, PassReport, run_passes
+from treadle.passes.library.canonicalise import Canonicalise
+from treadle.passes.library.drop_batch_dim import DropBatchDim
+from treadle.passes.library.eliminate_common_subexpressions import EliminateCommonSubexpressions
+from treadle.passes.library.eliminate_dead_code import EliminateDeadCode
+from treadle.passes.library.fuse_add_rms_norm import FuseAddRmsNorm
+from treadle.passes.library.fuse_linears import FuseGateUp, FuseQkv
+from treadle.passes.library.raise_addmm import RaiseAddmm
+from treadle.passes.library.raise_embedding import RaiseEmbedding
+from treadle.passes.library.raise_gated_act import RaiseGatedAct
+from treadle.passes.library.raise_layer_norm import RaiseLayerNorm
+from treadle.passes.library.raise_linear import RaiseLinear
+from treadle.passes.library.raise_rms_norm import RaiseRmsNorm
+from treadle.passes.library.raise_rope import RaiseRope
+from treadle.passes.library.select_logit_rows import SelectLogitRows
+from treadle.passes.split import SplitGraph, split, verify_split
+from treadle.passes.split_text import print_stage
+from treadle.passes.unify import unify
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineOptions:
+    """Level 0 does what running needs and no more; from 1 on everything. `without` names passes to leave out."""
+
+    level: int = 2
+    without: tuple[str, ...] = ()
+    verify: bool = True
+
+
+@dataclass
+class CompiledStages:
+    """Each stage of a compile, with the pass reports in order. `texts` has the text form of each stage."""
+
+    traced: Graph
+    clean: Graph
+    raised: Graph
+    fused: Graph
+    split: SplitGraph
+    unified: SplitGraph
+    reports: list[PassReport] = field(default_factory=list)
+
+    def stages(self) -> dict[str, Graph | SplitGraph]:
+        names = ("traced", "clean", "raised", "fused", "split", "unified")
+        return {name: getattr(self, name) for name in names}
+
+    def texts(self) -> dict[str, str]:
+        return {name: print_stage(stage) for name, stage in self.stages().items()}
+
+
+def clean_passes() -> list[Pass]:
+    """What every later pass relies on, and every level needs."""
+    return [
+        Canonicalise(),  # first: the others know one spelling of each meaning only
+        DropBatchDim(),  # needs reshape and permute; from here on values are [T, ...]
+        Canonicalise(),  # cancels the reshapes that carried the leading 1
+        EliminateDeadCode(),  # masks and asserts nobody reads must not become inputs of pieces
+    ]
+
+
+def raise_passes() -> list[Pass]:
+    """ATen patterns become named ops."""
+    return [
+        RaiseEmbedding(),
+        RaiseLinear(),
+        RaiseAddmm(),  # after raise_linear, which takes the products that need no transposed weight
+        RaiseLayerNorm(),
+        RaiseRmsNorm(),
+        RaiseRope(),
+        Canonicalise(),  # cancels the permutes between rope and attention
+        RaiseGatedAct(),
+    ]
+
+
+def fuse_passes() -> list[Pass]:
+    """Named ops join."""
+    return [
+        EliminateCommonSubexpressions(),  # before fusing: equal inputs must be one value
+        FuseAddRmsNorm(),
+        FuseQkv(),  # after rope and norms are named: it follows values through them to attention
+        FuseGateUp(),  # after raise_gated_act: the gated activation says which linears belong together
+        Canonicalise(),
+        EliminateDeadCode(),
+    ]
+
+
+def last_passes() -> list[Pass]:
+    return [SelectLogitRows()]  # last: it walks back from the logits over whatever the others left
+
+
+def known_passes() -> list[str]:
+    """Names of all passes of the pipeline, in order of first use."""
+    steps = [*clean_passes(), *raise_passes(), *fuse_passes(), *last_passes()]
+    return list(dict.fromkeys(step.name for step in steps))
+
+
+def run_pipeline(traced: Graph, options: PipelineOptions | None = None) -> CompiledStages:
+    """Takes a traced graph (which stays as it is) to a program over unique pieces.
+
+    Raises ConfigError for an unknown name in `without`, VerifyError if a pass breaks the graph.
+    """
+    options = options or PipelineOptions()
+    if unknown := set(options.without) - set(known_passes()):
+        raise ConfigError(f"unknown pass {min(unknown)!r} in `without`; known: {', '.join(known_passes())}")
+    reports: list[PassReport] = []
+
+    def stage(graph: Graph, passes: list[Pass]) -> Graph:
+        kept = [step for step in passes if step.name not in options.without]
+        twin = graph.copy()
+        reports.extend(run_passes(twin, kept, verify=options.verify))
+        return twin
+
+    optimise = options.level >= 1
+    clean = stage(traced, clean_passes())
+    raised = stage(clean, raise_passes() if optimise else [])
+    fused = stage(raised, [*(fuse_passes() if optimise else []), *last_passes()])
+    pieces = split(fused)
+    unified = unify(pieces)
+    if options.verify:
+        verify_split(unified)
+    return CompiledStages(traced, clean, raised, fused, pieces, unified, reports)
