@@ -1,0 +1,71 @@
+"""The inductor backend: one AOTInductor package for a piece and a range, compiled in worker processes.
+
+Weights are ordinary inputs of the package, so that it serves every layer. Workers run with an environment of their
+own: their caches, precompiled headers and temporary files lie in the scratch folder and go with it, whatever HOME is.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from treadle.codegen.backends import PieceJob
+from treadle.codegen.compiler_shim import write_shim
+from treadle.codegen.target import Target
+from treadle.codegen.workers import WorkerPool
+from treadle.kernels.native import find_compiler
+
+
+class InductorBackend:
+    name = "inductor"
+    format = "aoti"
+    needs_compiler = True
+
+    def __init__(self, *, target: Target, scratch: Path, jobs: int, compiler: str | None):
+        self._target = target
+        # inductor checks precompiled headers with the openssl command; without it each file parses the headers itself.
+        self._headers = shutil.which("openssl") is not None
+        shim = write_shim(scratch / "bin", find_compiler(compiler), scratch)
+        self._pool = WorkerPool("treadle.codegen.inductor_worker", jobs, scratch, {"CXX": str(shim)})
+
+    def options(self) -> dict[str, Any]:
+        """Inductor's settings. Exact float32: no fast math, no contraction. Thread count is decided at run time."""
+        return {
+            "aot_inductor.compile_wrapper_opt_level": "O0",
+            "aot_inductor.enable_frame_pointer": False,
+            "aot_inductor.enable_line_tables": False,
+            "compile_threads": 1,
+            "cpp.dynamic_threads": True,
+            "cpp.enable_floating_point_contract_flag": "off",
+            "cpp.enable_unsafe_math_opt_flag": False,
+            "cpp.march": "",
+            "cpp.simdlen": self._target.vector_bits,
+            "cpp.threads": 8,
+            "cpp.vec_isa_ok": True,
+            "force_disable_caches": True,
+            "freezing": False,
+            "max_autotune": False,
+        }
+
+    def start(self) -> None:
+        """Starts the workers; each imports torch and they share out the precompiled headers."""
+        if self._headers:
+            self._pool.start([{"op": "header", "which": which, **self._common()} for which in ("wrapper", "kernel")])
+
+    def build(self, job: PieceJob, out: Path) -> None:
+        request = {
+            "op": "compile",
+            "ir": job.ir,
+            "start": job.range.start,
+            "end": job.range.end,
+            "out": str(out),
+            **self._common(),
+        }
+        self._pool.call(request, job.label)
+
+    def close(self) -> None:
+        self._pool.close()
+
+    def _common(self) -> dict[str, Any]:
+        return {"isa": self._target.isa, "options": self.options(), "headers": self._headers}
