@@ -28,11 +28,6 @@ def select_executor(asked: Any) -> type[Executor]:
     return asked
 
 
-def executor_name(asked: Any) -> str:
-    """The text that selects the same executor in another process."""
-    return asked if isinstance(asked, str) else f"{asked.__module__}:{asked.__qualname__}"
-
-
 def _resolve(name: str) -> Any:
     if name in PLANNED:
         raise ConfigError(f"executor {name!r} is not available in this version; choose one of {_choices()}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,9 +12,8 @@ import torch
 
 from treadle.codegen.program import KVLayer
 from treadle.ir.errors import ConfigError
-from treadle.kernels.attention.interface import TORCH_DTYPES
+from treadle.runtime.kv_layout import allocate_buffer, bytes_per_block, layer_views, plan_layout
 from treadle.runtime.kv_specs import (
-    AttentionSpec,
     FullAttentionSpec,
     KVCacheGroup,
     KVCacheSpec,
@@ -71,11 +70,6 @@ class CachePlan:
     @property
     def num_bytes(self) -> int:
         return self.num_blocks * self.block_bytes
-
-
-def bytes_per_block(groups: Sequence[KVCacheGroup]) -> int:
-    """Bytes of one block of the pool: a page for each layer of the largest group."""
-    return max((len(group.layers) * group.spec.page_size_bytes for group in groups), default=0)
 
 
 def blocks_for(groups: Sequence[KVCacheGroup], num_tokens: int) -> int:
@@ -139,3 +133,24 @@ def _longest_fitting(groups: Sequence[KVCacheGroup], num_blocks: int, limit: int
         middle = (low + high + 1) // 2
         low, high = (middle, high) if blocks_for(groups, middle) + 1 <= num_blocks else (low, middle - 1)
     return low
+
+
+class KVCache:
+    """The buffer and, by layer index, the views [B, H, N, C] through which attention sees it.
+
+    A block that is taken again keeps what its last owner left in it. That is safe without zeroing: attention reads
+    positions below a request's length only, and all of those were written by the request itself. Layers that read
+    beyond (state-space ones would) have the scheduler list their blocks, which `zero_blocks` then clears.
+    """
+
+    def __init__(self, plan: CachePlan):
+        layout = plan_layout(plan.groups, plan.num_blocks)
+        self.buffer = allocate_buffer(layout)
+        self.views: dict[int, torch.Tensor] = layer_views(layout, self.buffer)
+        # Groups lie over one another, so the layers of the largest group cover every byte of a block.
+        self._covering = max((record.layers for record in layout.records), key=len, default=())
+
+    def zero_blocks(self, block_ids: list[int]) -> None:
+        """Clears blocks in all layers."""
+        for layer in self._covering:
+            self.views[layer][block_ids] = 0
