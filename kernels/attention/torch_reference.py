@@ -88,11 +88,12 @@ class TorchAttentionImpl:
         scores_Hts = q.transpose(0, 1) @ k.repeat_interleave(group, 0).transpose(1, 2) * self.scale
         if self.softcap is not None:
             scores_Hts = self.softcap * torch.tanh(scores_Hts / self.softcap)
-        scores_Hts = scores_Hts.masked_fill(~visible_mask(q.shape[0], k.shape[1], self.window, causal), -torch.inf)
+        mask_ts = visible_mask(q.shape[0], k.shape[1], self.window, causal)
+        scores_Hts = scores_Hts.masked_fill(~mask_ts, -torch.inf)
         if self.sinks is not None:
             sink_column = self.sinks.view(-1, 1, 1).expand(-1, q.shape[0], 1)
             scores_Hts = torch.cat((scores_Hts, sink_column), dim=-1)
-        weights_Hts = torch.softmax(scores_Hts, dim=-1).nan_to_num(0.0)[..., : k.shape[1]]
+        weights_Hts = torch.softmax(scores_Hts, dim=-1)[..., : k.shape[1]].masked_fill(~mask_ts, 0.0)
         return (weights_Hts @ v.repeat_interleave(group, 0)).transpose(0, 1)
 
 
