@@ -48,8 +48,8 @@ class Gatekeeper:
     def _is_refused(self, path: str, authorization: bytes) -> bool:
         if not self._state.needs_key or path in OPEN_PATHS:
             return False
-        scheme, _, key = authorization.decode("latin-1").partition(" ")
-        return scheme.lower() != "bearer" or not self._state.accepts(key.strip())
+        scheme, _, key = authorization.partition(b" ")
+        return scheme.lower() != b"bearer" or not self._state.accepts(key.strip())
 
 
 def _request_id(given: bytes) -> str:

@@ -26,7 +26,7 @@ class ServerState:
         self.admission = Admission(config.max_inflight_requests, config.retry_after)
         self.metrics = ServerMetrics(self.model_names[0], aliases=config.metrics_aliases)
         self.running: set[str] = set()
-        self._key_digests = [_digest(key) for key in config.api_keys]
+        self._key_digests = [_digest(key.encode()) for key in config.api_keys]
 
     @property
     def renderer(self) -> Renderer:
@@ -54,7 +54,7 @@ class ServerState:
             raise ApiError(404, message, param="model", code="model_not_found")
         return model
 
-    def accepts(self, key: str) -> bool:
+    def accepts(self, key: bytes) -> bool:
         """Whether `key` opens this server; takes the same time whichever key is right, if any."""
         digest = _digest(key)
         return any([hmac.compare_digest(digest, known) for known in self._key_digests])
@@ -78,5 +78,5 @@ class ServerState:
         return self.metrics.stats
 
 
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

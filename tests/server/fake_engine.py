@@ -64,6 +64,7 @@ class FakeEngine:
 
     def crash(self, reason: str = "killed by signal 9") -> None:
         self.dead_reason = reason
+        self.running.clear()
 
     async def wait_ready(self) -> None:
         return None
@@ -82,12 +83,9 @@ class FakeEngine:
             self._waiting -= 1
         self.running[request_id] = params.n
         self.most_running = max(self.most_running, len(self.running))
-        try:
-            async for output in self._steps(ids, params, request_id):
-                yield output
-        finally:
-            if self.running.pop(request_id, None) is not None:
-                self._slots.release()
+        async for output in self._steps(ids, params, request_id):
+            yield output
+        self._end(request_id)
 
     async def _steps(
         self, ids: list[int], params: SamplingParams, request_id: str
@@ -152,9 +150,15 @@ class FakeEngine:
         return row
 
     async def abort(self, request_id: str) -> None:
+        """The only way by which a request that nobody reads any more leaves `running`."""
         if request_id in self.running:
             self.totals["num_aborted"] += self.running[request_id]
             self.aborted.add(request_id)
+            self._end(request_id)
+
+    def _end(self, request_id: str) -> None:
+        if self.running.pop(request_id, None) is not None:
+            self._slots.release()
 
     async def stats(self) -> SchedulerStats:
         self._check_alive()
