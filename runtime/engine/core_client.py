@@ -125,9 +125,8 @@ class ProcessClient:
     def _launch(self) -> None:
         self._folder = _private_folder()
         start = CoreStart(config=_plain(self._config), folder=self._folder, log_level=logging.getLogger().level)
-        context = zmq.asyncio.Context.instance()
-        self._to_core = context.socket(zmq.PUSH)
-        self._from_core = context.socket(zmq.PULL)
+        self._to_core = zmq.Context.instance().socket(zmq.PUSH)
+        self._from_core = zmq.asyncio.Context.instance().socket(zmq.PULL)
         for socket in (self._to_core, self._from_core):
             socket.setsockopt(zmq.LINGER, 0)
             socket.set_hwm(0)
@@ -192,26 +191,26 @@ class ProcessClient:
         if not self._closing:
             self._on_death(reason)
 
-    async def send(self, message: CoreInput) -> None:
-        """Sends one message. Raises EngineDeadError once the core is dead."""
+    def send(self, message: CoreInput) -> None:
+        """Sends one message; never blocks, as the queue has no limit. Raises EngineDeadError once the core is dead."""
         if self.dead_reason is not None:
             raise EngineDeadError(self.dead_reason)
-        await self._to_core.send(self._encoder.encode(message))
+        self._to_core.send(self._encoder.encode(message), zmq.NOBLOCK)
 
-    async def add_request(self, request: CoreRequest) -> None:
+    def add_request(self, request: CoreRequest) -> None:
         """Queues a request."""
-        await self.send(request)
+        self.send(request)
 
-    async def abort(self, request_ids: Sequence[str]) -> None:
+    def abort(self, request_ids: Sequence[str]) -> None:
         """Ends requests."""
-        await self.send(AbortRequests(list(request_ids)))
+        self.send(AbortRequests(list(request_ids)))
 
     async def call(self, method: str, *args: Any) -> Any:
         """Calls a utility of the core; the result is plain data. Raises UserError or EngineDeadError."""
         self._num_calls += 1
         call = UtilityCall(self._num_calls, method, list(args))
         future = self._calls[call.call_id] = asyncio.get_running_loop().create_future()
-        await self.send(call)
+        self.send(call)
         return await future
 
     async def shutdown(self, drain: float = 0.0) -> None:
@@ -219,8 +218,10 @@ class ProcessClient:
         if self._process is None:
             return
         self._closing = True
-        if self.dead_reason is None:
-            await self.send(Shutdown(drain))
+        if self._ready is None or not self._ready.done():
+            self._process.kill()  # it is still loading and reads no messages
+        elif self.dead_reason is None:
+            self.send(Shutdown(drain))
         try:
             await asyncio.wait_for(self._exited.wait(), drain + EXIT_GRACE_SECONDS)
         except TimeoutError:

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
 
+from treadle.kernels.attention import ATTENTION_BACKENDS
 from treadle.kernels.attention.interface import AttentionQuery, CommonMetadata
 from treadle.kernels.attention.selection import lowest_capture_support, select_backend
 from treadle.runtime.kv_specs import KVCacheGroup
 from treadle.runtime.runner.model import AttentionShape, LoadedModel
+
+
+def native_source(backend: Any) -> str | None:
+    """The native library that a backend needs, as its module declares it, or None."""
+    return getattr(import_module(backend.__module__), "NATIVE_SOURCE", None)
 
 
 class AttentionLayers:
@@ -22,12 +29,23 @@ class AttentionLayers:
         self._backends: dict[int, Any] = {}
         self.passed_over: dict[str, str] = {}
         for shape in model.attention_shapes():
-            selection = select_backend(self._query(shape, block_size), backend)
+            selection = select_backend(self._query(shape, block_size), backend, self._loadable())
             self._backends[shape.layer] = selection.backend
             self.passed_over.update(selection.passed_over)
         self.capture_support = lowest_capture_support(list(self._backends.values()))
         self._builders: dict[tuple[int, str], Any] = {}
         self._layers_of: dict[tuple[int, str], list[int]] = {}
+
+    def _loadable(self) -> list[str]:
+        """The backends in order of preference, without those whose native library the model does not bring."""
+        names = []
+        for name in ATTENTION_BACKENDS.names():
+            needed = native_source(ATTENTION_BACKENDS.get(name))
+            if needed is None or needed in self._native:
+                names.append(name)
+            else:
+                self.passed_over[name] = f"the bundle holds no native library {needed!r}"
+        return names
 
     def _query(self, shape: AttentionShape, block_size: int) -> AttentionQuery:
         return AttentionQuery(
@@ -57,7 +75,7 @@ class AttentionLayers:
             window=shape.window,
             softcap=shape.softcap,
             dtype=self.dtype,
-            native=self._native.get("attention"),
+            native=self._native.get(native_source(backend) or ""),
             sinks=sinks,
         )
 

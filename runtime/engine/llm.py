@@ -1,0 +1,259 @@
+"""`LLM`: offline generation in this process, with vLLM's argument and attribute names."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from treadle.codegen.bundle import Bundle, is_bundle, open_bundle
+from treadle.ir.config import resolve
+from treadle.ir.errors import UserError
+from treadle.runtime.config import EngineConfig
+from treadle.runtime.engine.core_client import InprocClient
+from treadle.runtime.engine.input_processor import InputProcessor, ProcessedRequest, PromptInput
+from treadle.runtime.engine.llm_arguments import split_arguments
+from treadle.runtime.engine.model_info import ModelInfo
+from treadle.runtime.engine.output_processor import OutputProcessor
+from treadle.runtime.engine.progress import Progress
+from treadle.runtime.engine.renderer_of import renderer_of
+from treadle.runtime.outputs import RequestOutput
+from treadle.runtime.protocol import SchedulerStats
+from treadle.runtime.renderer import Renderer
+from treadle.runtime.sampling_params import RequestOutputKind, SamplingParams
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class LLM:
+    """A model ready to generate: from a bundle, or from a model folder, a GGUF file or an alias, compiled at need.
+
+    Other keyword arguments are fields of `EngineConfig` and `CompileConfig`, also by vLLM's names for them. Raises
+    UserError for one that is unknown or that this version cannot do. Close it with `shutdown` or use it in `with`.
+    """
+
+    def __init__(self, model: str | Path, *, dtype: str = "auto", max_model_len: int | None = None, **arguments: Any):
+        engine, compiling = split_arguments({"dtype": dtype, "max_model_len": max_model_len, **arguments})
+        path = model if is_bundle(model) else _compiled(model, compiling)
+        bundle = open_bundle(path, verify_key=engine.get("verify_key"))
+        _check_dtype(dtype, bundle)
+        self._setup(resolve(EngineConfig, {"bundle": str(path), **engine}).config, renderer_of(bundle))
+
+    @classmethod
+    def from_config(cls, config: EngineConfig, renderer: Renderer | None = None) -> LLM:
+        """An LLM over an explicit configuration; `renderer` may be left out when prompts are token ids."""
+        llm = cls.__new__(cls)
+        llm._setup(config, renderer)
+        return llm
+
+    def _setup(self, config: EngineConfig, renderer: Renderer | None) -> None:
+        self.config = config
+        self.renderer = renderer
+        self._client: InprocClient | None = InprocClient(config)
+        self.info: ModelInfo = self._client.info
+        if renderer is not None:
+            renderer.max_model_len = self.info.max_model_len
+        self._inputs = InputProcessor(self.info, renderer, generation_config=config.generation_config)
+        self._outputs = OutputProcessor(renderer)
+        self._num_requests = 0
+
+    # Generation
+
+    def generate(
+        self,
+        prompts: PromptInput | Sequence[PromptInput],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: Any = None,
+        priority: int | Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Completes every prompt; the outputs stand in the order of the prompts.
+
+        A prompt is text, a list of token ids, {"prompt": ...} or {"prompt_token_ids": [...]}. Nothing runs unless
+        all prompts are valid: raises UserError naming the first that is not.
+        """
+        if lora_request is not None:
+            raise UserError("lora_request is not available in this version; leave it out")
+        listed = _as_list(prompts)
+        params = _for_each(sampling_params, len(listed), "sampling_params")
+        priorities = _for_each(priority, len(listed), "priority")
+        requests = []
+        for index, prompt in enumerate(listed):
+            try:
+                requests.append(self._process(prompt, params[index], priorities[index] or 0))
+            except UserError as error:
+                raise type(error)(f"prompt {index}: {error}") from error
+        return self._run(requests, Progress.make(use_tqdm, len(requests)))
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: Any = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers one conversation, or each of a list of them, through the model's chat template."""
+        if self.renderer is None:
+            raise UserError("this model has no tokenizer, so it cannot chat; use generate with token ids")
+        conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
+        rendered = [
+            self.renderer.render_chat(
+                conversation,  # type: ignore[arg-type]
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                kwargs=chat_template_kwargs,
+            )
+            for conversation in conversations
+        ]
+        prompts = [{"prompt": prompt.text, "prompt_token_ids": prompt.token_ids} for prompt in rendered]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
+
+    def _process(self, prompt: PromptInput, params: SamplingParams | None, priority: int) -> ProcessedRequest:
+        request_id, self._num_requests = str(self._num_requests), self._num_requests + 1
+        request = self._inputs.process(prompt, params, request_id, priority=priority)
+        request.params.output_kind = RequestOutputKind.FINAL_ONLY
+        return request
+
+    def _run(self, requests: list[ProcessedRequest], progress: Progress) -> list[RequestOutput]:
+        client = self._open_client()
+        found: dict[str, RequestOutput] = {}
+        waiting = {request.request_id for request in requests}
+        with progress, _interrupts_between_steps() as check_interrupt:
+            try:
+                for request in requests:
+                    self._outputs.add(request)
+                    for child in request.children:
+                        client.add_request(child)
+                while waiting:
+                    check_interrupt()
+                    done = self._outputs.process(client.step())
+                    if done.to_abort:
+                        client.abort(done.to_abort)
+                    for request_id, error in done.errors.items():
+                        raise UserError(f"prompt {_place(requests, request_id)}: {error}")
+                    for output in done.outputs:
+                        found[output.request_id] = output
+                        waiting.discard(output.request_id)
+                        progress.advance(output)
+            finally:
+                self._abort([request.request_id for request in requests if request.request_id in self._outputs])
+        return [found[request.request_id] for request in requests]
+
+    def _abort(self, request_ids: Sequence[str]) -> None:
+        """Ends requests that an error or an interrupt left behind."""
+        running = [child for request_id in request_ids for child in self._outputs.drop(request_id)]
+        if running and self._client is not None:
+            self._client.abort(running)
+
+    # Information and life
+
+    def get_tokenizer(self) -> Any:
+        """The model's `tokenizers.Tokenizer`. Raises UserError if it has none."""
+        if self.renderer is None:
+            raise UserError("this model has no tokenizer")
+        return self.renderer.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What a prompt without parameters gets: the model's own defaults, or neutral ones."""
+        return self._inputs.default_params()
+
+    def stats(self) -> SchedulerStats:
+        """Gauges of this moment and totals since the start."""
+        return self._open_client().call("stats")
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes."""
+        return self._open_client().call("reset_prefix_cache")
+
+    def _open_client(self) -> InprocClient:
+        if self._client is None:
+            raise UserError("this LLM was shut down; make a new one")
+        return self._client
+
+    def shutdown(self) -> None:
+        """Releases the model and the cache. May be called twice."""
+        if self._client is not None:
+            self._client.shutdown()
+            self._client = None
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+
+def _compiled(model: str | Path, settings: dict[str, Any]) -> Path:
+    """The bundle of a model, compiled unless the store has it."""
+    from treadle.codegen.compile import compile
+
+    return Path(compile(str(model), **settings))
+
+
+def _check_dtype(dtype: str, bundle: Bundle) -> None:
+    from treadle.codegen.config import IR_DTYPES
+
+    made = bundle.manifest.model.dtype
+    if dtype not in ("auto", made) and IR_DTYPES.get(dtype) != made:
+        raise UserError(f"dtype={dtype!r} was asked for, but the bundle was compiled for {made}; compile it again")
+
+
+def _as_list(prompts: Any) -> list[Any]:
+    """One prompt or many: a list whose first member is an int is one prompt of token ids."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    listed = list(prompts)
+    return [listed] if listed and isinstance(listed[0], int) else listed
+
+
+def _for_each(value: Any, count: int, name: str) -> list[Any]:
+    if value is None or not isinstance(value, Sequence):
+        return [value] * count
+    if len(value) != count:
+        raise UserError(f"{name} has {len(value)} entries for {count} prompts; give one for each, or a single one")
+    return list(value)
+
+
+def _place(requests: Sequence[ProcessedRequest], request_id: str) -> int:
+    return next(index for index, request in enumerate(requests) if request.request_id == request_id)
+
+
+@contextmanager
+def _interrupts_between_steps() -> Iterator[Callable[[], None]]:
+    """Holds Ctrl-C back while a step runs; the function that it gives raises KeyboardInterrupt if one came.
+
+    An interrupt inside a step would leave scheduler and runner of different opinions. A second one gets through.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: None
+        return
+    before = signal.getsignal(signal.SIGINT)
+    came = False
+
+    def note(*_: object) -> None:
+        nonlocal came
+        if came:
+            raise KeyboardInterrupt
+        came = True
+
+    def check() -> None:
+        if came:
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, before if before is not None else signal.default_int_handler)
+        sys.stdout.flush()

@@ -1,0 +1,72 @@
+"""Sorts the arguments of `LLM` into those of the engine and those of a compile, and knows vLLM's names for them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from treadle.codegen.config import CompileConfig
+from treadle.ir.errors import ConfigError
+from treadle.runtime.config import EngineConfig
+
+RENAMED = {
+    "num_gpu_blocks_override": "num_blocks",
+    "kv_cache_memory_bytes": "kv_cache_bytes",
+    "optimization_level": "level",
+    "distributed_executor_backend": "executor",
+}
+"""vLLM's name -> ours."""
+
+WITHOUT_EFFECT = {
+    "tokenizer": (None,),
+    "skip_tokenizer_init": (False,),
+    "trust_remote_code": (False,),
+    "quantization": (None,),
+    "tensor_parallel_size": (1,),
+    "pipeline_parallel_size": (1,),
+    "data_parallel_size": (1,),
+    "enable_lora": (False,),
+    "speculative_config": (None,),
+    "kv_cache_dtype": ("auto",),
+    "enforce_eager": (False,),
+    "runner": ("auto", "generate"),
+    "task": ("auto", "generate"),
+    "disable_log_stats": (True, False, None),
+    "gpu_memory_utilization": (None,),
+    "swap_space": (0, None),
+}
+"""vLLM's arguments that are accepted with these values only: they ask for what happens anyway."""
+
+
+def split_arguments(arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(fields of EngineConfig, arguments of `compile`); None means not asked for. Raises ConfigError."""
+    engine_fields = {field.name for field in dataclasses.fields(EngineConfig)} - {"bundle"}
+    compile_fields = {field.name for field in dataclasses.fields(CompileConfig)} | {"store", "output"}
+    engine: dict[str, Any] = {}
+    compiling: dict[str, Any] = {}
+    for asked, value in arguments.items():
+        name = RENAMED.get(asked, asked)
+        if name in WITHOUT_EFFECT:
+            _check_neutral(name, value)
+            continue
+        if name not in engine_fields | compile_fields:
+            known = sorted(engine_fields | compile_fields | set(RENAMED))
+            raise ConfigError(f"LLM has no argument {asked!r}; it takes: {', '.join(known)}")
+        if value is None:
+            continue
+        if name in engine_fields:
+            engine[name] = value
+        if name in compile_fields and not _serve_time_only(name):
+            compiling[name] = value
+    return engine, compiling
+
+
+def _serve_time_only(name: str) -> bool:
+    """A budget below the bundle's is chosen at start; compiling for it would only make another bundle."""
+    return name == "max_num_batched_tokens"
+
+
+def _check_neutral(name: str, value: Any) -> None:
+    if value not in WITHOUT_EFFECT[name]:
+        choices = ", ".join(map(repr, WITHOUT_EFFECT[name]))
+        raise ConfigError(f"{name}={value!r} is not available in this version; leave it out or use {choices}")
