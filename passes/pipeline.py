@@ -13,6 +13,7 @@ from treadle.passes.library.eliminate_common_subexpressions import EliminateComm
 from treadle.passes.library.eliminate_dead_code import EliminateDeadCode
 from treadle.passes.library.fuse_add_rms_norm import FuseAddRmsNorm
 from treadle.passes.library.fuse_linears import FuseGateUp, FuseQkv
+from treadle.passes.library.join_slices import JoinSlices
 from treadle.passes.library.raise_addmm import RaiseAddmm
 from treadle.passes.library.raise_embedding import RaiseEmbedding
 from treadle.passes.library.raise_gated_act import RaiseGatedAct
@@ -21,6 +22,7 @@ from treadle.passes.library.raise_linear import RaiseLinear
 from treadle.passes.library.raise_rms_norm import RaiseRmsNorm
 from treadle.passes.library.raise_rope import RaiseRope
 from treadle.passes.library.select_logit_rows import SelectLogitRows
+from treadle.passes.library.sink_permutes import SinkPermutes
 from treadle.passes.split import SplitGraph, split, verify_split
 from treadle.passes.split_text import print_stage
 from treadle.passes.unify import unify
@@ -74,7 +76,9 @@ def raise_passes() -> list[Pass]:
         RaiseLayerNorm(),
         RaiseRmsNorm(),
         RaiseRope(),
-        Canonicalise(),  # cancels the permutes between rope and attention
+        SinkPermutes(),  # after the norms are named: moves the heads' permute past q and k norms, towards rope's
+        Canonicalise(),  # cancels the permutes between norms, rope and attention
+        JoinSlices(),  # after rope, whose halves are slices too
         RaiseGatedAct(),
     ]
 

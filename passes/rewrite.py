@@ -19,6 +19,7 @@ from treadle.passes.base import NearMiss, PassReport, Site
 from treadle.passes.match import Env, OpCall, Trail
 
 _NAMELESS = Graph("nameless")
+_NO_SOURCE = Source()
 _NUMBERS = re.compile(r"(\.\d+)+$")
 
 
@@ -45,7 +46,7 @@ class Rewriter:
         op: str,
         /,
         *operands: Operand | Sequence[Value] | None,
-        source: Source = Source(),
+        source: Source = _NO_SOURCE,
         names: Sequence[str] = (),
         **attrs: Any,
     ) -> Node:
