@@ -29,13 +29,10 @@ def pick_random(logits_SV: Tensor, uniforms_S: Tensor) -> Tensor:
     A token of probability 0 is never drawn; a row of NaN gives some token of the vocabulary. First the block of 256 tokens is found, then the token in it.
     """
     num_rows, vocab_size = logits_SV.shape
-    num_blocks = -(-vocab_size // _BLOCK)
-    padded = logits_SV.new_zeros if vocab_size % _BLOCK else logits_SV.new_empty
-    mass_SV = padded(num_rows, num_blocks * _BLOCK)
-    inside = mass_SV[:, :vocab_size]
-    torch.sub(logits_SV, logits_SV.amax(-1, keepdim=True), out=inside)
-    inside.exp_()
-    mass_SBb = mass_SV.view(num_rows, num_blocks, _BLOCK)
+    share_SV = logits_SV.softmax(-1)
+    if vocab_size % _BLOCK:
+        share_SV = torch.nn.functional.pad(share_SV, (0, -vocab_size % _BLOCK))
+    mass_SBb = share_SV.view(num_rows, -1, _BLOCK)
 
     block_S, fraction_S = _invert(mass_SBb.sum(-1), uniforms_S)
     chosen_Sb = mass_SBb[torch.arange(num_rows, device=block_S.device), block_S]

@@ -2,20 +2,20 @@
 
 Legend: S rows, V vocabulary, W the window of best logits. Both filters keep a prefix of the tokens in order of
 likelihood, so a row's result is "every logit >= cutoff"; tokens that tie with the last kept one stay. Only the
-best W logits are looked at; a row whose cutoff might lie beyond them is tried again with a larger window, and
-last with all of V, so the result is exact.
+best W logits are looked at; a row whose cutoff might lie beyond them is done again with all of V, so the result
+is exact.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from treadle.runtime.sampling.metadata import TopKTopP
 
-P_WINDOW = 256
-MAX_WINDOW = 4096
-_GROWTH = 16
+P_WINDOW = 2048
+MAX_WINDOW = 8192
 
 
 def filter_top_k_top_p(logits_SV: Tensor, filters: TopKTopP) -> Tensor:
@@ -40,24 +40,25 @@ def mask_below(logits_SV: Tensor, cutoff_S: Tensor) -> Tensor:
 
 def find_cutoffs(logits_SV: Tensor, filters: TopKTopP) -> Tensor:
     """Returns each row's lowest logit to keep, or -inf where nothing is to be removed, as float32 [S]."""
-    vocab_size = logits_SV.shape[1]
-    window = min(filters.window, vocab_size)
+    window = min(filters.window, logits_SV.shape[1])
     cutoff, found = _cutoffs_within(_best(logits_SV, window), logits_SV, filters.k_S, filters.p_S)
-    while not bool(found.all()):  # synchronises with the device, as the sampled ids do right after
+    if not bool(found.all()):  # synchronises with the device, as reading the sampled ids does right after
         rows = (~found).nonzero().squeeze(1)
-        window = min(window * _GROWTH, vocab_size)
-        window = window if window <= MAX_WINDOW else vocab_size
         some = logits_SV[rows]
-        cutoff[rows], found[rows] = _cutoffs_within(
-            _best(some, window), some, filters.k_S[rows], filters.p_S[rows]
-        )
+        everything = _best(some, some.shape[1])
+        cutoff[rows], _ = _cutoffs_within(everything, some, filters.k_S[rows], filters.p_S[rows])
     return cutoff
 
 
 def _best(logits_SV: Tensor, window: int) -> Tensor:
-    if window == logits_SV.shape[1]:
-        return logits_SV.sort(-1, descending=True).values
-    return logits_SV.topk(window, -1).values
+    """The largest `window` logits of each row, in descending order."""
+    if not logits_SV.is_cpu:
+        return logits_SV.topk(window, -1).values
+    # NumPy's vectorised partition and sort take a tenth of the time of torch's on a CPU.
+    logits, rest = logits_SV.numpy(), logits_SV.shape[1] - window
+    if rest:
+        logits = np.partition(logits, rest, axis=1)[:, rest:]
+    return torch.from_numpy(np.sort(logits, axis=1)).flip(1)
 
 
 def _cutoffs_within(best_SW: Tensor, logits_SV: Tensor, k_S: Tensor, p_S: Tensor) -> tuple[Tensor, Tensor]:
@@ -72,7 +73,8 @@ def _cutoffs_within(best_SW: Tensor, logits_SV: Tensor, k_S: Tensor, p_S: Tensor
     mass_SW = (best_SW - best_SW[:, :1]).double().exp().masked_fill(best_SW < kth_S.unsqueeze(1), 0)
     total_S = mass_SW.sum(-1)
     if window < vocab_size and bool((no_k & ~no_p).any()):
-        total_S = torch.where(no_k, (logits_SV - best_SW[:, :1]).exp_().sum(-1).double(), total_S)
+        largest_share_S = logits_SV.softmax(-1).amax(-1).double()
+        total_S = torch.where(no_k, 1 / largest_share_S, total_S)
     before_SW = mass_SW.cumsum(-1) - mass_SW
     kept_SW = (before_SW < (p_S * total_S).unsqueeze(1)) & (mass_SW > 0)
     last_S = (kept_SW.sum(-1) - 1).clamp_min(0)
