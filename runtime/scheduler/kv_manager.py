@@ -141,11 +141,10 @@ class KVManager:
             needed = max(needed, min(self._blocks_to_take(request, request.num_tokens, hit), self.peak_blocks(request.num_tokens)))
         if needed > self.num_free - keep_free:
             return None
-        taken = []
-        for manager, blocks in zip(self.managers, hit.blocks.groups, strict=True):
-            if first:
+        if first:  # in all groups before any takes a block: until then the hit lies in the free queue
+            for manager, blocks in zip(self.managers, hit.blocks.groups, strict=True):
                 manager.attach(request.request_id, blocks)
-            taken.append(manager.take(request.request_id, slots))
+        taken = [manager.take(request.request_id, slots) for manager in self.managers]
         if self.config.zero_new_blocks:
             self._new_block_ids.extend(block.block_id for blocks in taken for block in blocks)
         return KVCacheBlocks(tuple(taken))

@@ -87,7 +87,7 @@ class RunnerRequest:
 
 @dataclass
 class FakeRunner:
-    """`draft_hits(req_id, tokens)` style hooks are not needed: drafts come in through the scheduler's output."""
+    """Keeps its own tokens and block tables, and learns of changes through `SchedulerOutput` only."""
 
     groups: Sequence[KVCacheGroup]
     requests: dict[str, RunnerRequest] = field(default_factory=dict)
@@ -200,8 +200,10 @@ class Loop:
         """Plans and runs one step, and settles the oldest one if `depth` are in flight or nothing could be planned."""
         planned = self.scheduler.schedule()
         self.steps.append(planned)
-        self.pending.append((planned, self.runner.execute(planned)))
-        if len(self.pending) >= self.depth or not planned.num_scheduled_tokens:
+        result = self.runner.execute(planned)
+        if planned.num_scheduled_tokens:
+            self.pending.append((planned, result))
+        if self.pending and (len(self.pending) >= self.depth or not planned.num_scheduled_tokens):
             self.settle()
         return planned
 
