@@ -52,6 +52,7 @@ class _Shape:
         self.base = {**work.base, "object": "text_completion"}
         self._work = work
         self._offsets: dict[int, int] = {}
+        self._prompt_rows: dict[int, Any] = {}
         self._only_prompt = bool(work.body.echo) and work.body.max_tokens == 0
 
     def usage(self) -> dict[str, Any]:
@@ -64,7 +65,9 @@ class _Shape:
         """Returns one choice, or the next part of one in a stream."""
         body = self._work.body
         index = prompt_index * (body.n or 1) + completion.index
-        echo = body.echo and index not in self._offsets
+        first = index not in self._offsets
+        echo = body.echo and first
+        prompt_rows = self._prompt_rows.setdefault(prompt_index, prompt_rows)  # a stream brings them once
         text = "" if self._only_prompt else completion.text
         full = (self._prompt_text(prompt_index) if echo else "") + text
         choice = {
@@ -75,7 +78,7 @@ class _Shape:
             "stop_reason": completion.stop_reason,
         }
         self._offsets[index] = self._offsets.get(index, 0) + len(full)
-        if body.prompt_logprobs is not None and prompt_rows is not None:
+        if body.prompt_logprobs is not None and prompt_rows is not None and first:
             choice["prompt_logprobs"] = prompt_logprobs(prompt_rows, self._work.state.renderer.token_text)
         return choice
 

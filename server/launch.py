@@ -18,7 +18,7 @@ from treadle.server.state import ServerState
 
 logger = logging.getLogger(__name__)
 
-EXIT_OK, EXIT_ENGINE_DEAD = 0, 1
+EXIT_OK, EXIT_ENGINE_DEAD, EXIT_FORCED = 0, 1, 2
 
 _POLL_SECONDS = 0.2
 _CUT_SECONDS = 2
@@ -41,10 +41,10 @@ def listen(config: ServerConfig) -> socket.socket:
 
 
 async def run_server(engine: Any, config: ServerConfig, listener: socket.socket) -> int:
-    """Serves until told to stop and returns the process's exit code: 0 after a drain, 1 after the engine's death.
+    """Serves until told to stop and returns the process's exit code: 0 after a drain, 1 after the engine's death, 2 if forced.
 
     On the first SIGTERM or SIGINT new requests get a 503 and running ones `drain_timeout` seconds; a second
-    signal ends at once.
+    signal ends at once and cuts them.
     """
     app = create_app(engine, config)
     settings = uvicorn.Config(
@@ -84,6 +84,7 @@ class _Server(uvicorn.Server):
         self._num_signals += 1
         if self._num_signals > 1:
             self.should_exit = self.force_exit = True
+            self.exit_code = EXIT_FORCED
 
     async def supervise(self) -> None:
         """Waits for a signal or the engine's death and ends the server accordingly."""

@@ -1,0 +1,46 @@
+"""`treadle generate`: completes prompts in this process, without a server."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command(help="Complete prompts from a bundle or a model; without --prompt, standard input is the prompt.")
+def generate(
+    source: Annotated[str, typer.Argument(metavar="BUNDLE_OR_MODEL", help="A bundle, or a model to compile first.")],
+    prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="A prompt; may be repeated.")] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Most tokens of each answer.")] = 128,
+    temperature: Annotated[float | None, typer.Option("--temperature", help="0 is greedy.")] = None,
+    top_p: Annotated[float | None, typer.Option("--top-p")] = None,
+    top_k: Annotated[int | None, typer.Option("--top-k")] = None,
+    seed: Annotated[int | None, typer.Option("--seed")] = None,
+    stop: Annotated[list[str] | None, typer.Option("--stop", help="Text that ends an answer; may be repeated.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a prompt.")] = False,
+) -> None:
+    """Prints each answer, or a JSON object for each prompt."""
+    from treadle import LLM
+
+    prompts = prompt or [sys.stdin.read()]
+    llm = LLM(source)
+    params = sampling(llm, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop)
+    for output in llm.generate(prompts, params):
+        answer = output.outputs[0]
+        if as_json:
+            found = {"prompt": output.prompt, "text": answer.text, "finish_reason": answer.finish_reason}
+            typer.echo(json.dumps({**found, "token_ids": list(answer.token_ids)}, ensure_ascii=False))
+        else:
+            typer.echo(answer.text)
+
+
+def sampling(llm: Any, **asked: Any) -> Any:
+    """Returns the model's default sampling parameters with what was asked for."""
+    import msgspec
+
+    given = {name: value for name, value in asked.items() if value is not None}
+    return msgspec.structs.replace(llm.get_default_sampling_params(), **given)

@@ -1,0 +1,28 @@
+"""The one place that reads environment variables. Secrets are taken out of the environment when read, so that no
+child process inherits them."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+API_KEY, STORE, LOG_LEVEL = "TREADLE_API_KEY", "TREADLE_STORE", "TREADLE_LOG_LEVEL"
+
+
+def take_api_keys() -> tuple[str, ...]:
+    """Returns the keys in TREADLE_API_KEY, separated by commas or spaces, and removes the variable."""
+    return tuple(key for key in re.split(r"[,\s]+", os.environ.pop(API_KEY, "")) if key)
+
+
+def store_root() -> Path:
+    """Returns the folder of the artifact store: TREADLE_STORE, else `treadle` in the user's cache folder."""
+    if os.environ.get(STORE):
+        return Path(os.environ[STORE]).expanduser()
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "treadle"
+
+
+def log_level() -> str:
+    """Returns the log level asked for in TREADLE_LOG_LEVEL, else INFO."""
+    return os.environ.get(LOG_LEVEL, "INFO").upper()
