@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 
-
 def code_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """Non-persistent buffers by name, with the values that the model's own initialisation gives them.
 

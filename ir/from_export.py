@@ -29,9 +29,25 @@ from treadle.ir.types import DType, StateType, T, TensorType, simplify, tensor
 from treadle.ir.weights import Literal, Recipe
 
 _DROPPED_ATTRS = {"device", "layout", "memory_format", "pin_memory", "non_blocking", "copy", "requires_grad"}
-_DROPPED_ATTRS |= {"padding_idx", "scale_grad_by_freq", "sparse"}  # of an embedding; they matter to gradients only
-_ERASED = {"aten._assert_tensor_metadata", "aten._assert_scalar", "aten._assert_async", "aten.sym_constrain_range"}
-_IDENTITY = {"aten.alias", "aten.detach", "aten.detach_", "aten.clone", "aten.contiguous", "aten.lift_fresh_copy"}
+_DROPPED_ATTRS |= {
+    "padding_idx",
+    "scale_grad_by_freq",
+    "sparse",
+}  # of an embedding; they matter to gradients only
+_ERASED = {
+    "aten._assert_tensor_metadata",
+    "aten._assert_scalar",
+    "aten._assert_async",
+    "aten.sym_constrain_range",
+}
+_IDENTITY = {
+    "aten.alias",
+    "aten.detach",
+    "aten.detach_",
+    "aten.clone",
+    "aten.contiguous",
+    "aten.lift_fresh_copy",
+}
 _IDENTITY |= {"aten.dropout", "aten.lift", "aten.lift_fresh"}
 _CASTS = {"aten.to", "aten._to_copy", "aten.type_as", "aten.to.other"}
 _RESHAPES = {"aten.view", "aten._unsafe_view", "aten.reshape"}
@@ -62,7 +78,12 @@ class Context:
 
 
 def convert(
-    program: ExportedProgram, name: str, input_names: list[str], resolve: ResolveParam, tokens: tuple[int, int], prefix: str
+    program: ExportedProgram,
+    name: str,
+    input_names: list[str],
+    resolve: ResolveParam,
+    tokens: tuple[int, int],
+    prefix: str,
 ) -> Graph:
     """The IR graph of `program`. `resolve` gives a traced parameter its graph name and recipe.
 
@@ -80,11 +101,15 @@ def _symbol(program: ExportedProgram) -> sympy.Symbol | None:
     """The one symbol of the program's shapes."""
     symbols = list(program.range_constraints)
     if len(symbols) > 1:
-        raise TraceError(f"the model has more than one unknown size ({', '.join(map(str, symbols))}); only T is allowed")
+        raise TraceError(
+            f"the model has more than one unknown size ({', '.join(map(str, symbols))}); only T is allowed"
+        )
     return symbols[0] if symbols else None
 
 
-def _bind_inputs(program: ExportedProgram, context: Context, input_names: list[str], resolve: ResolveParam) -> None:
+def _bind_inputs(
+    program: ExportedProgram, context: Context, input_names: list[str], resolve: ResolveParam
+) -> None:
     kinds = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
     shared: dict[str, Param] = {}
     names = iter(input_names)
@@ -120,7 +145,8 @@ def _dim(context: Context, size: int | torch.SymInt) -> Any:
     if context.symbol is not None:
         expression = expression.subs(context.symbol, T)
     floored = expression.replace(
-        lambda e: type(e).__name__ in ("FloorDiv", "CleanDiv", "IntTrueDiv"), lambda e: sympy.floor(e.args[0] / e.args[1])
+        lambda e: type(e).__name__ in ("FloorDiv", "CleanDiv", "IntTrueDiv"),
+        lambda e: sympy.floor(e.args[0] / e.args[1]),
     )
     return simplify(floored)
 
@@ -222,7 +248,9 @@ def _convert_attention(node: fx.Node, context: Context) -> Value:
 def _bound(node: fx.Node, context: Context) -> dict[str, Any]:
     """Arguments by schema name, converted; None and what the IR has no word for are left out."""
     schema = node.target._schema  # type: ignore[union-attr]
-    given = {argument.name: value for argument, value in zip(schema.arguments, node.args, strict=False)} | node.kwargs
+    given = {
+        argument.name: value for argument, value in zip(schema.arguments, node.args, strict=False)
+    } | node.kwargs
     return {
         name: _argument(value, context)
         for name, value in given.items()
@@ -264,7 +292,9 @@ def _emit(node: fx.Node, context: Context, op: str, arguments: dict[str, Any]) -
 
 def _unsupported(node: fx.Node, context: Context, what: str) -> TraceError:
     source = node_source(node, context.prefix)
-    return TraceError(f"{what}, which the IR cannot hold: at {source.line or 'unknown line'} in module {source.path or '?'}")
+    return TraceError(
+        f"{what}, which the IR cannot hold: at {source.line or 'unknown line'} in module {source.path or '?'}"
+    )
 
 
 def _drop_dead(graph: Graph) -> None:
@@ -292,7 +322,14 @@ def _add_state(context: Context) -> None:
         cache = Value(context.name(f"kv.{node.attrs['layer']}"), StateType("kv", sizes))
         graph.inputs.append(cache)
         rest = {name: operand for name, operand in node.operands.items() if name not in ("q", "k", "v")}
-        node.operands = {"q": node.operands["q"], "k": key, "v": value, "cache": cache, "batch": batch, **rest}
+        node.operands = {
+            "q": node.operands["q"],
+            "k": key,
+            "v": value,
+            "cache": cache,
+            "batch": batch,
+            **rest,
+        }
     graph.inputs.append(batch)
 
 

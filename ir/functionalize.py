@@ -19,7 +19,9 @@ def needs_functionalization(graph: fx.Graph) -> bool:
 
 def is_mutating(node: fx.Node) -> bool:
     target = node.target
-    return node.op == "call_function" and isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+    return (
+        node.op == "call_function" and isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+    )
 
 
 def functional_twin(node: fx.Node) -> Any | None:
@@ -41,4 +43,6 @@ def _gives_view(node: fx.Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload):
         producer = node.args[0] if node.args else None
         return not (isinstance(producer, fx.Node) and not _gives_view(producer))
-    return any(item.alias_info is not None and not item.alias_info.is_write for item in node.target._schema.returns)
+    return any(
+        item.alias_info is not None and not item.alias_info.is_write for item in node.target._schema.returns
+    )

@@ -15,7 +15,15 @@ from treadle.ir.types import TensorType
 from treadle.ir.weights import Recipe
 
 _ALIGN = 64  # bytes; a mapped tensor starts where vector loads like it
-_DTYPE_NAMES = {"f32": "F32", "bf16": "BF16", "f16": "F16", "f64": "F64", "i64": "I64", "i32": "I32", "i16": "I16"}
+_DTYPE_NAMES = {
+    "f32": "F32",
+    "bf16": "BF16",
+    "f16": "F16",
+    "f64": "F64",
+    "i64": "I64",
+    "i32": "I32",
+    "i16": "I16",
+}
 _DTYPE_NAMES |= {"i8": "I8", "u8": "U8", "bool": "BOOL", "f8e4m3": "F8_E4M3", "f8e5m2": "F8_E5M2"}
 
 
@@ -36,7 +44,9 @@ def load_param(param: Param, source: ModelSource) -> torch.Tensor:
     try:
         value = param.recipe.evaluate(source.read)
     except RuntimeError as error:
-        raise ModelError(f"{source.location}: {param.name} = {param.recipe} cannot be computed: {error}") from error
+        raise ModelError(
+            f"{source.location}: {param.name} = {param.recipe} cannot be computed: {error}"
+        ) from error
     if tuple(value.shape) != kind.shape:
         raise ModelError(
             f"{source.location}: parameter {param.name} must be {kind}, but {param.recipe} gives "
@@ -97,7 +107,9 @@ def _num_bytes(param: Param) -> int:
 
 def _write_file(file: Path, group: Group, source: ModelSource) -> None:
     """One safetensors file, written front to back: the sizes are known before any weight is read."""
-    entries: dict[str, object] = {"__metadata__": {"aliases": json.dumps({p.name: names[1:] for p, names in group if names[1:]})}}
+    entries: dict[str, object] = {
+        "__metadata__": {"aliases": json.dumps({p.name: names[1:] for p, names in group if names[1:]})}
+    }
     offset = 0
     padded = []
     for param, _ in group:

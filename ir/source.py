@@ -120,7 +120,9 @@ def open_source(model: str | Path | torch.nn.Module) -> ModelSource:
         return FolderSource(path)
     if path.is_file():
         if path.suffix != ".gguf":
-            raise ModelError(f"{path}: a model file must be .gguf; for safetensors give the folder with its config.json")
+            raise ModelError(
+                f"{path}: a model file must be .gguf; for safetensors give the folder with its config.json"
+            )
         from treadle.ir.sources.gguf_file import GgufSource
 
         return GgufSource(path)

@@ -55,7 +55,9 @@ def trace(source: ModelSource, *, dtype: str = "f32", max_tokens: int = 8192) ->
             raise _missing(name, source)
         return name, recipes[name]
 
-    graph = convert(program, _graph_name(source), ["input_ids", "positions"], resolve, (1, max_tokens), PREFIX)
+    graph = convert(
+        program, _graph_name(source), ["input_ids", "positions"], resolve, (1, max_tokens), PREFIX
+    )
     verify(graph, after="trace")
     return graph
 
@@ -100,7 +102,9 @@ def _export(wrapper: nn.Module, model: nn.Module, architecture: str, max_tokens:
     example = tuple(torch.zeros(_EXAMPLE_TOKENS, dtype=torch.int64, device=device) for _ in range(2))
     tokens = torch.export.Dim("T", min=1, max=max_tokens)
     with torch.no_grad(), _explained(model, architecture):
-        program = torch.export.export(wrapper, example, dynamic_shapes=({0: tokens}, {0: tokens}), strict=False)
+        program = torch.export.export(
+            wrapper, example, dynamic_shapes=({0: tokens}, {0: tokens}), strict=False
+        )
         return program.run_decompositions({}) if needs_functionalization(program.graph) else program
 
 
@@ -135,7 +139,10 @@ def _diagnose(error: Exception) -> tuple[str, str]:
             f"the code fixes the number of tokens ({first})",
             "Layers that keep state between tokens (Mamba, convolution, linear attention) are not supported",
         )
-    return f"{type(error).__name__}: {first}", "Rewrite the construct so that torch.export(strict=False) accepts it"
+    return (
+        f"{type(error).__name__}: {first}",
+        "Rewrite the construct so that torch.export(strict=False) accepts it",
+    )
 
 
 def _check_attention(notes: Notes, model: nn.Module, architecture: str) -> None:
@@ -143,7 +150,9 @@ def _check_attention(notes: Notes, model: nn.Module, architecture: str) -> None:
     check_masks(notes, architecture)
     if len(set(notes.layers)) != len(notes.layers):
         repeated = sorted({layer for layer in notes.layers if notes.layers.count(layer) > 1})
-        raise TraceError(f"{architecture} calls attention more than once for layer {repeated}; each needs a number")
+        raise TraceError(
+            f"{architecture} calls attention more than once for layer {repeated}; each needs a number"
+        )
     config = getattr(model, "config", None)
     layers = getattr(config, "num_hidden_layers", None)
     if layers is None and notes.layers:
@@ -178,7 +187,9 @@ def _refuse_quantized(source: ModelSource) -> None:
     scheme: Mapping[str, Any] | None = getattr(source.config, "quantization_config", None)
     if scheme:
         method = scheme.get("quant_method", "?") if isinstance(scheme, Mapping) else type(scheme).__name__
-        raise ModelError(f"{source.location}: the checkpoint is quantized ({method}), which is not supported here")
+        raise ModelError(
+            f"{source.location}: the checkpoint is quantized ({method}), which is not supported here"
+        )
 
 
 def _graph_name(source: ModelSource) -> str:

@@ -61,7 +61,9 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
 
 
 @torch.library.custom_op("treadle::traced_experts", mutates_args=())
-def traced_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, act: str) -> Tensor:
+def traced_experts(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, act: str
+) -> Tensor:
     """Stands for the IR op `experts` while tracing; same arguments."""
     raise AssertionError("traced_experts is only traced, never run")
 
@@ -121,7 +123,9 @@ def noting() -> Iterator[Notes]:
         _NOTES.reset(token)
 
 
-def _mask_interface(*, mask_function: Callable[..., Any], local_size: int | None = None, **_: Any) -> MaskNote:
+def _mask_interface(
+    *, mask_function: Callable[..., Any], local_size: int | None = None, **_: Any
+) -> MaskNote:
     note = MaskNote(local_size, mask_function)
     notes = _NOTES.get()
     if notes is not None:
@@ -173,7 +177,9 @@ _ACTIVATIONS = {
 }
 
 
-def _experts_interface(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def _experts_interface(
+    module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
     """transformers' experts interface: hidden [T, H], ids and weights [T, K] -> [T, H]."""
     from transformers.integrations.moe import _default_apply_gate
 

@@ -13,9 +13,16 @@ from treadle.ir.graph import Source
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _FOREIGN = tuple(
-    str(folder) for folder in (Path(torch.__file__).parent, Path(__file__).resolve().parent, Path(__file__).parent)
+    str(folder)
+    for folder in (Path(torch.__file__).parent, Path(__file__).resolve().parent, Path(__file__).parent)
 )
-_PLUMBING = ("integrations/", "modeling_utils.py", "masking_utils.py", "utils/generic.py", "modeling_layers.py")
+_PLUMBING = (
+    "integrations/",
+    "modeling_utils.py",
+    "masking_utils.py",
+    "utils/generic.py",
+    "modeling_layers.py",
+)
 
 
 def is_model_file(file: str) -> bool:

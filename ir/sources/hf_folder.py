@@ -74,7 +74,9 @@ def _read_config(folder: Path) -> Any:
         raise ModelError(f"{folder}: no config.json; a model folder has config.json and safetensors")
     fields = _read_json(file)
     if "auto_map" in fields:
-        raise ModelError(f"{file} names its own model code (auto_map); only model code of transformers is run")
+        raise ModelError(
+            f"{file} names its own model code (auto_map); only model code of transformers is run"
+        )
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True)
     except (ValueError, KeyError, OSError) as error:

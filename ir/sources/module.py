@@ -43,7 +43,11 @@ class ModuleSource(ModelSource):
     @property
     def default_dtype(self) -> str:
         kinds = {p.dtype for p in self.module.parameters()}
-        return {torch.bfloat16: "bf16", torch.float16: "f16"}.get(kinds.pop(), "f32") if len(kinds) == 1 else "f32"
+        return (
+            {torch.bfloat16: "bf16", torch.float16: "f16"}.get(kinds.pop(), "f32")
+            if len(kinds) == 1
+            else "f32"
+        )
 
     @property
     def generation_config(self) -> dict[str, Any]:

@@ -60,7 +60,9 @@ def _from_index(folder: Path, index: Path) -> dict[str, Located]:
     for name, file in weight_map.items():
         if file not in headers:
             if Path(file).name != file or not (folder / file).is_file():
-                raise ModelError(f"{index} lists {file} for tensor {name}, but {folder / file} does not exist")
+                raise ModelError(
+                    f"{index} lists {file} for tensor {name}, but {folder / file} does not exist"
+                )
             headers[file] = read_header(folder / file)
         if name not in headers[file]:
             raise ModelError(f"{index} says that tensor {name} is in {file}, but that file does not hold it")
@@ -74,7 +76,9 @@ def read_header(file: Path) -> dict[str, TensorType]:
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or length > size - 8:
-            raise ModelError(f"{file}: not a safetensors file, or truncated ({size} bytes, header of {length})")
+            raise ModelError(
+                f"{file}: not a safetensors file, or truncated ({size} bytes, header of {length})"
+            )
         try:
             header = json.loads(stream.read(length))
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -82,7 +86,9 @@ def read_header(file: Path) -> dict[str, TensorType]:
     header.pop("__metadata__", None)
     end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
     if 8 + length + end != size:
-        raise ModelError(f"{file}: truncated or damaged, {size} bytes where the header describes {8 + length + end}")
+        raise ModelError(
+            f"{file}: truncated or damaged, {size} bytes where the header describes {8 + length + end}"
+        )
     return {name: _type_of(file, name, entry) for name, entry in header.items()}
 
 
