@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
 import sys
+import threading
+import time
 import zipfile
 from pathlib import Path
 from typing import Any
 
-_PR_SET_PDEATHSIG = 1
+_PARENT_CHECK_SECONDS = 0.5
 _LEFT_OUT = (".cpp", ".json.tmp")
 _EXAMPLE_TOKENS = 64
 
 
 def main() -> None:
     """Answers requests until stdin closes. What torch prints goes to stderr, so that stdout holds answers only."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:
         print(json.dumps(_answer(json.loads(line))), file=answers, flush=True)
+
+
+def _end_with_parent(parent: int) -> None:
+    """Ends this process and its compiler once the parent is gone, however it went."""
+    while os.getppid() == parent:
+        time.sleep(_PARENT_CHECK_SECONDS)
+    os.killpg(0, signal.SIGKILL)
 
 
 def _answer(request: dict[str, Any]) -> dict[str, Any]:

@@ -40,7 +40,8 @@ class RangeEntry(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class PieceEntry(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A unique compiled piece: `layers` are the layer indices it serves, `key` the hash of its canonical IR.
 
-    `input_dtypes` covers values and then params. `ir` is the path of its IR text.
+    `tokens_from` is [input, axis]: which dimension of which input is the token count; null for a static piece. `ir` is
+    the path of its IR text.
     """
 
     name: str
@@ -48,6 +49,7 @@ class PieceEntry(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     layers: list[int]
     ranges: list[RangeEntry]
     ir: str
+    tokens_from: tuple[int, int] | None
     num_inputs: int
     num_params: int
     num_outputs: int
@@ -81,13 +83,17 @@ class Limits(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class WeightEntry(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A tensor the program's steps name in `params`: its dtype, shape, recipe text and, if stored, its file."""
+    """A tensor the program's steps name in `params`: its dtype, shape, recipe text and, if stored, its file.
+
+    `stored_as` is its name inside the file; tensors with equal recipes are stored once.
+    """
 
     name: str
     dtype: str
     shape: list[int]
     recipe: str
     file: str | None = None
+    stored_as: str | None = None
 
 
 class WeightsEntry(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

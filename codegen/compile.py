@@ -1,0 +1,205 @@
+"""Compiles a model ahead of time into a bundle: read config, trace, passes, compile pieces, write bundle.
+
+    source -> ir.trace -> passes.pipeline -> compile_pieces (through the store) -> write_bundle
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from treadle.codegen.backends import Backend, make_backend
+from treadle.codegen.compile_natives import compile_natives
+from treadle.codegen.compile_pieces import CompiledPiece, KeyContext, compile_pieces, default_jobs
+from treadle.codegen.config import IR_DTYPES, CompileConfig, resolve_compile
+from treadle.codegen.describe import CompiledModel, fill_bundle
+from treadle.codegen.locks import owned_scratch
+from treadle.codegen.progress import Progress, StageClock
+from treadle.codegen.ranges import plan_ranges
+from treadle.codegen.signing import sign
+from treadle.codegen.store import Store, StoredObject
+from treadle.codegen.store_location import default_store_root
+from treadle.codegen.target import Target, resolve_target
+from treadle.codegen.toolchain import toolchain
+from treadle.codegen.write_bundle import check_destination, writing_bundle
+from treadle.ir.config import Resolved
+from treadle.ir.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from treadle.ir.source import ModelSource
+    from treadle.passes.pipeline import CompiledStages
+
+DEFAULT_MODEL_LEN = 2048
+"""For a model that does not state how many positions it was made for."""
+
+
+def compile(
+    model: str | Path | torch.nn.Module,
+    output: str | Path | None = None,
+    *,
+    store: str | Path | None = None,
+    progress: Progress | None = None,
+    **settings: Any,
+) -> Path:
+    """Compiles `model` (a folder, a GGUF file, an alias or an nn.Module) and returns the path of the bundle.
+
+    `output` defaults to `<model name>.bundle` in the current folder, `store` to the user's cache. `settings` are the
+    fields of CompileConfig. Raises ConfigError, ModelError, TraceError, ArtifactError or BundleError; then nothing is
+    left at `output`, and what was compiled stays in the store.
+    """
+    resolved = resolve_compile(settings)
+    target = resolve_target(resolved.config.target)
+    destination = Path(output) if output is not None else Path(default_output(model))
+    check_destination(destination, force=resolved.config.force)
+    if resolved.config.sign is not None:
+        sign(b"", Path(resolved.config.sign))
+    kept = Store(Path(store) if store is not None else default_store_root(os.environ))
+    clock = StageClock(progress or Progress())
+    with owned_scratch(_scratch_parent(), "compile-") as scratch:
+        return _Compile(model, destination, resolved, target, kept, clock, progress or Progress(), scratch).run()
+
+
+def default_output(model: object) -> str:
+    """`<model name>.bundle`, relative to the current folder."""
+    name = model if isinstance(model, str) else getattr(model, "name", type(model).__name__)
+    stem = Path(str(name)).name.removesuffix(".gguf")
+    return re.sub(r"[^\w.-]", "-", stem or "model") + ".bundle"
+
+
+def _scratch_parent() -> Path:
+    """Under the system's temporary folder, not the user's home: generated code may name the folder it was built in."""
+    import tempfile
+
+    return Path(tempfile.gettempdir()) / f"treadle-{os.getuid()}" / "scratch"
+
+
+class _Compile:
+    """One compile under way. The stages are the methods, in the order of `run`."""
+
+    def __init__(
+        self,
+        model: str | Path | torch.nn.Module,
+        destination: Path,
+        resolved: Resolved[CompileConfig],
+        target: Target,
+        store: Store,
+        clock: StageClock,
+        progress: Progress,
+        scratch: Path,
+    ):
+        self._model = model
+        self._destination = destination
+        self._resolved = resolved
+        self._target = target
+        self._store = store
+        self._clock = clock
+        self._progress = progress
+        self._scratch = scratch
+
+    def run(self) -> Path:
+        config = self._resolved.config
+        jobs = config.jobs or default_jobs()
+        backend = make_backend(config.backend, self._target, self._scratch, jobs, config.compiler)
+        with ThreadPoolExecutor(1) as pool:
+            try:
+                if not self._store.digests():
+                    backend.start()  # an empty store means a cold compile: workers get ready while we trace
+                natives = pool.submit(self._compile_natives)
+                source = self._read_config()
+                stages = self._trace_and_rewrite(source)
+                pieces = self._compile_pieces(stages, backend, jobs)
+                return self._write(source, stages, pieces, natives)
+            finally:
+                backend.close()
+
+    def _read_config(self) -> ModelSource:
+        from treadle.ir.source import open_source
+
+        with self._clock.stage("read config"):
+            source = open_source(self._model)
+            self._resolved = _settle(self._resolved, source)
+        if not self._resolved.config.store_weights and source.kind == "module":
+            raise ConfigError("store_weights=False needs a model on disk: an nn.Module cannot be found again later")
+        return source
+
+    def _trace_and_rewrite(self, source: ModelSource) -> CompiledStages:
+        from treadle.ir.trace import trace
+        from treadle.passes.pipeline import PipelineOptions, run_pipeline
+
+        config = self._resolved.config
+        with self._clock.stage("trace"):
+            graph = trace(source, dtype=IR_DTYPES[config.dtype], max_tokens=config.max_num_batched_tokens)
+        with self._clock.stage("passes"):
+            return run_pipeline(graph, PipelineOptions(level=config.level, without=config.disabled_passes))
+
+    def _compile_pieces(self, stages: CompiledStages, backend: Backend, jobs: int) -> list[CompiledPiece]:
+        config = self._resolved.config
+        context = KeyContext(
+            pipeline=tuple(report.name for report in stages.reports),
+            target=self._target,
+            toolchain=toolchain(config.compiler, with_compiler=backend.needs_compiler),
+        )
+        with self._clock.stage("compile pieces"):
+            return compile_pieces(
+                stages.unified.pieces,
+                plan_ranges(config.max_num_batched_tokens, config.exact_sizes),
+                backend,
+                context,
+                self._store,
+                jobs=jobs,
+                on_start=self._progress.piece,
+                report=self._progress.note,
+            )
+
+    def _compile_natives(self) -> dict[str, StoredObject]:
+        config = self._resolved.config
+        return compile_natives(
+            self._target, self._store, compiler=config.compiler, report=self._progress.note
+        )
+
+    def _write(
+        self,
+        source: ModelSource,
+        stages: CompiledStages,
+        pieces: list[CompiledPiece],
+        natives: Future[dict[str, StoredObject]],
+    ) -> Path:
+        config = self._resolved.config
+        with self._clock.stage("native kernels"):
+            built = natives.result()
+        compiled = CompiledModel(
+            source=source,
+            stages=stages,
+            pieces=pieces,
+            natives=built,
+            resolved=self._resolved,
+            target=self._target,
+            toolchain=toolchain(config.compiler),
+        )
+        with writing_bundle(self._destination, force=config.force) as writer:
+            with self._clock.stage("write bundle"):
+                manifest = fill_bundle(writer, compiled)
+            manifest.times = list(self._clock.times)
+            return writer.finish(manifest, Path(config.sign) if config.sign is not None else None)
+
+
+def _settle(resolved: Resolved[CompileConfig], source: ModelSource) -> Resolved[CompileConfig]:
+    """Fills in what only the model can say, and lowers what it cannot do, with the reason."""
+    config = resolved.config
+    names = {ir: name for name, ir in IR_DTYPES.items()}
+    if config.dtype == "auto":
+        resolved = resolved.override(
+            "model", f"the checkpoint is {names[source.default_dtype]}", dtype=names[source.default_dtype]
+        )
+    stated = source.max_model_len
+    if config.max_model_len is None:
+        reason = f"the model has {stated} positions" if stated else "the model does not state its positions"
+        return resolved.override("model", reason, max_model_len=stated or DEFAULT_MODEL_LEN)
+    if stated is not None and config.max_model_len > stated:
+        return resolved.override("model", f"the model has only {stated} positions", max_model_len=stated)
+    return resolved

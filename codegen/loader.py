@@ -1,0 +1,116 @@
+"""Loads the pieces of a bundle and dispatches each call to the artifact for its token count.
+
+Imports torch, but neither inductor nor transformers; nothing here can compile except `RangeDispatch` in compile mode,
+which the engine does not use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from treadle.codegen.bundle import Bundle
+from treadle.codegen.counters import COUNTERS
+from treadle.codegen.manifest import PieceEntry
+from treadle.codegen.ranges import RangeTable, TokenRange
+from treadle.codegen.torch_private import load_package
+from treadle.ir.errors import ArtifactError
+from treadle.ir.registry import Registry
+
+if TYPE_CHECKING:
+    import torch
+
+Tensors = list["torch.Tensor"]
+Artifact = Callable[[Tensors], "Sequence[torch.Tensor]"]
+"""Takes inputs, then params; empties the list it is given."""
+
+FORMATS = Registry(
+    "artifact format",
+    {"aoti": "treadle.codegen.loader:load_aoti", "ir": "treadle.codegen.loader:load_ir"},
+)
+
+
+def load_artifact(path: Path, format_: str) -> Artifact:
+    """Loads a verified artifact file. Raises ArtifactError if it cannot be loaded."""
+    artifact = FORMATS.get(format_)(path)
+    COUNTERS.add("loads")
+    return artifact
+
+
+def load_aoti(path: Path) -> Artifact:
+    """An AOTInductor package."""
+    return load_package(path).boxed_run
+
+
+def load_ir(path: Path) -> Artifact:
+    """IR text, run op by op. Outputs are contiguous, as those of every artifact."""
+    from treadle.ir.interpret import run
+    from treadle.ir.text import parse_graph
+
+    graph = parse_graph(path.read_text())
+    count = len(graph.inputs)
+
+    def call(arguments: Tensors) -> Sequence[torch.Tensor]:
+        return [output.contiguous() for output in run(graph, arguments[:count], arguments[count:])]
+
+    return call
+
+
+class RangeDispatch:
+    """A piece for every token count it was made for. Exactly one of two modes (R-9.19):
+
+    precompiled: `artifacts` has something loaded for each of `ranges`; compile: `compile_range` makes it now, for all of
+    them, before the first call.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        ranges: Sequence[TokenRange],
+        tokens_from: tuple[int, int] | None,
+        *,
+        artifacts: Mapping[TokenRange, Artifact] | None = None,
+        compile_range: Callable[[TokenRange], Artifact] | None = None,
+    ):
+        assert (artifacts is None) != (compile_range is None), "either artifacts or compile_range, not both or neither"
+        if compile_range is not None:
+            artifacts = {token_range: compile_range(token_range) for token_range in ranges}
+        assert artifacts is not None
+        if missing := [token_range for token_range in ranges if token_range not in artifacts]:
+            raise ArtifactError(
+                f"piece {name} has no artifact for {', '.join(map(str, missing))} tokens; "
+                f"there are: {', '.join(map(str, artifacts)) or 'none'}; compile the bundle again"
+            )
+        self.name = name
+        self.table: RangeTable[Artifact] = RangeTable(name, artifacts)
+        self._tokens_from = tokens_from
+        self._only = next(iter(artifacts.values())) if tokens_from is None else None
+
+    def __call__(self, arguments: Tensors) -> Sequence[torch.Tensor]:
+        """Runs the piece on inputs, then params. Raises ArtifactError for a token count in no range."""
+        if self._only is not None:
+            return self._only(arguments)
+        assert self._tokens_from is not None
+        position, axis = self._tokens_from
+        return self.table.lookup(arguments[position].shape[axis])(arguments)
+
+
+def load_piece(bundle: Bundle, entry: PieceEntry) -> RangeDispatch:
+    """Verifies and loads every artifact of one piece."""
+    ranges = [TokenRange(item.start, item.end) for item in entry.ranges]
+    artifacts = {
+        token_range: load_artifact(bundle.file(item.file), item.format)
+        for token_range, item in zip(ranges, entry.ranges, strict=True)
+    }
+    return RangeDispatch(entry.name, ranges, entry.tokens_from, artifacts=artifacts)
+
+
+def load_pieces(bundle: Bundle) -> dict[str, RangeDispatch]:
+    """Every piece of the bundle by name, verified and loaded. Raises BundleError or ArtifactError naming the file."""
+    return {entry.name: load_piece(bundle, entry) for entry in bundle.manifest.pieces}
+
+
+def load_natives(bundle: Bundle) -> dict[str, Path]:
+    """The verified path of each native library by name; kernels/native.py opens them."""
+    return {entry.name: bundle.file(entry.file) for entry in bundle.manifest.native}
