@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
+from treadle.codegen.counters import COUNTERS
 from treadle.ir.errors import EngineDeadError, UserError
 from treadle.runtime.config import EngineConfig
 from treadle.runtime.engine.compile_watch import watch
@@ -35,8 +36,9 @@ class EngineCore:
         self.info = _model_info(config, worker, self.executor.supported_tasks)
         self.dead_reason: str | None = None
         self._rejected: list[CoreOutput] = []
-        _log_start(self.info)
+        self._compiled_before = COUNTERS.compilations
         watch.arm()
+        _log_start(self.info)
 
     def add_request(self, request: CoreRequest) -> None:
         """Queues a request. One that the scheduler refuses ends with the next step's outputs, as an error."""
@@ -97,7 +99,7 @@ class EngineCore:
     def stats(self) -> SchedulerStats:
         """Gauges of this moment and totals since the start."""
         stats = self.scheduler.stats()
-        stats.compilations_after_ready = watch.count
+        stats.compilations_after_ready = max(watch.count, COUNTERS.compilations - self._compiled_before)
         stats.graph_modes = self.executor.collective_rpc("graph_modes")[0]
         return stats
 

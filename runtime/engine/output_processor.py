@@ -219,7 +219,9 @@ class OutputProcessor:
         if completion.logprobs is not None:
             kept = len(completion.detokenizer.token_ids) - before
             self._take_logprobs(completion, (core.logprobs or [])[:kept])
-        completion.finish_reason, completion.stop_reason = core.finish_reason, core.stop_reason
+        # The core's reason is an enum when it runs in this process: callers get plain text either way.
+        completion.finish_reason = str(core.finish_reason) if core.finish_reason is not None else None
+        completion.stop_reason = core.stop_reason
         if stop is not None:
             completion.finish_reason, completion.stop_reason = STOP, stop
 

@@ -18,8 +18,8 @@ from treadle.kernels.native import NativeLibrary
 from treadle.runtime import forward_context
 from treadle.runtime.dispatch import GraphKeys
 
-Piece = Callable[[list[torch.Tensor]], list[torch.Tensor]]
-"""A compiled piece for every token count: takes values, then weights."""
+Piece = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+"""A compiled piece for every token count: takes values, then weights; may empty the list it is given."""
 
 Values = list[Any]
 """The values of one step by place; None once the last reader is done."""

@@ -1,0 +1,45 @@
+"""From a bundle to a loaded model: pieces, native libraries and mapped weights. Compiles nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from treadle.codegen.bundle import Bundle, open_bundle
+from treadle.codegen.load_weights import load_weights
+from treadle.codegen.loader import load_natives, load_pieces
+from treadle.codegen.manifest import Manifest
+from treadle.kernels.native import load_native
+from treadle.runtime.config import EngineConfig
+from treadle.runtime.dispatch import BatchDescriptor, GraphKeys, GraphMode
+from treadle.runtime.runner.model import LoadedModel, ModelSpec, Piece
+
+
+def load_bundle(config: EngineConfig) -> LoadedModel:
+    """Opens the configuration's bundle and loads all of it. Raises BundleError or ArtifactError naming the file."""
+    bundle = open_bundle(config.bundle, verify_key=config.verify_key)
+    weights_verified = bundle.verify_in_background(bundle.weight_files())  # hashing overlaps with loading pieces
+    native = {name: load_native(path) for name, path in load_natives(bundle).items()}
+    pieces: Mapping[str, Piece] = load_pieces(bundle)
+    weights_verified.result()
+    return LoadedModel(
+        _spec(bundle), bundle.manifest.program, pieces, load_weights(bundle), native, _graph_keys(bundle.manifest)
+    )
+
+
+def _spec(bundle: Bundle) -> ModelSpec:
+    manifest = bundle.manifest
+    return ModelSpec(
+        name=manifest.model.name,
+        vocab_size=manifest.model.vocab_size,
+        max_model_len=manifest.limits.max_model_len,
+        max_num_batched_tokens=manifest.limits.max_num_batched_tokens,
+        dtype=manifest.model.dtype,
+        architecture=manifest.model.architecture,
+    )
+
+
+def _graph_keys(manifest: Manifest) -> GraphKeys:
+    """A piecewise key for each token count for which every piece has an artifact of its own."""
+    exact = [{r.start for r in piece.ranges if r.start == r.end} for piece in manifest.pieces if piece.tokens_from]
+    sizes = set.intersection(*exact) if exact else set()
+    return frozenset((GraphMode.PIECEWISE, BatchDescriptor(num_tokens=size)) for size in sizes)
