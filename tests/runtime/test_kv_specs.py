@@ -60,7 +60,7 @@ def test_rational_tokens_per_state(per_state, states):
 @pytest.mark.parametrize("per_state", [3, Fraction(32, 3), 0.5, 0, -1])
 def test_uneven_or_inexact_states_are_rejected(per_state):
     """C01-06: a block of a fractional number of states is refused at start-up, and so are floats."""
-    with pytest.raises(ValueError, match="states|tokens_per_state"):
+    with pytest.raises(ValueError, match=r"states|tokens_per_state"):
         FullAttentionSpec(**GEOMETRY, dtype="f32", tokens_per_state=per_state)
 
 
