@@ -5,6 +5,7 @@ Small enough to run a thousand steps a second, and real where it matters: attent
 
 from __future__ import annotations
 
+import time
 from functools import cache
 
 import torch
@@ -21,13 +22,13 @@ MAX_LEN, MAX_TOKENS = 256, 64
 
 
 @cache
-def toy_weights(seed: int = 0) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
+def toy_weights(vocab: int = VOCAB) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator) / shape[0] ** 0.5
 
-    weights = {"embed": random(VOCAB, HIDDEN) * 8, "pos": random(MAX_LEN, HIDDEN) * 4, "head": random(HIDDEN, VOCAB)}
+    weights = {"embed": random(vocab, HIDDEN) * vocab**0.5, "pos": random(MAX_LEN, HIDDEN) * 4, "head": random(HIDDEN, vocab)}
     for layer in range(2):
         weights[f"qkv{layer}"] = random(HIDDEN, (HEADS + 2 * KV_HEADS) * HEAD) * 1.5
         weights[f"out{layer}"] = random(HEADS * HEAD, HIDDEN)
@@ -88,22 +89,37 @@ def toy_program(windows: tuple[int | None, ...] = WINDOWS) -> Program:
     return Program(inputs=inputs, outputs=["logits"], steps=steps, kv_layers=kv_layers)
 
 
-def toy_model(windows: tuple[int | None, ...] = WINDOWS, **changes) -> LoadedModel:
+def toy_model(windows: tuple[int | None, ...] = WINDOWS, vocab: int = VOCAB, **changes) -> LoadedModel:
     spec = ModelSpec(
-        name="toy", vocab_size=VOCAB, max_model_len=MAX_LEN, max_num_batched_tokens=MAX_TOKENS, dtype="f32"
+        name="toy", vocab_size=vocab, max_model_len=MAX_LEN, max_num_batched_tokens=MAX_TOKENS, dtype="f32"
     )
-    return LoadedModel(spec, toy_program(windows), PIECES, toy_weights(), **changes)
+    return LoadedModel(spec, toy_program(windows), PIECES, toy_weights(vocab), **changes)
 
 
 class ToyExecutor(UniExecutor):
     windows: tuple[int | None, ...] = WINDOWS
+    vocab = VOCAB
 
     def load_model(self, config: EngineConfig) -> LoadedModel:
-        return toy_model(self.windows)
+        return toy_model(self.windows, self.vocab)
 
 
 class WindowedToyExecutor(ToyExecutor):
     windows = MIXED_WINDOWS
+
+
+class TextToyExecutor(ToyExecutor):
+    """Has the vocabulary of the tiny tokenizer."""
+
+    vocab = 400
+
+
+class SlowToyExecutor(TextToyExecutor):
+    """Takes 5 ms a step, so that a test can act while requests run."""
+
+    def execute_model(self, step) -> None:
+        time.sleep(0.005)
+        super().execute_model(step)
 
 
 class FailingExecutor(ToyExecutor):
