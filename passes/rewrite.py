@@ -53,7 +53,7 @@ class Rewriter:
         """A new node at the current place, with inferred types and fresh names."""
         node = make_node(_NAMELESS, op, *operands, source=source, names=names, **attrs)
         for value in node.results:
-            value.name = self.fresh(_NUMBERS.sub("", value.name))
+            value.name = self.fresh(_stem(value.name))
         assert self._place is not None, "call at(node) first"
         self._place.append(node)
         self._created.append(node)
@@ -89,6 +89,20 @@ class Rewriter:
         if self.swaps:
             self.graph.replace_uses(self.swaps)
         drop_dead(self.graph, [*maybe_dead, *self._created])
+        self._inherit_names()
+
+    def _inherit_names(self) -> None:
+        """A new value takes the name of the one it replaced if they differ in their number only."""
+        taken = {value.name for value in self.graph.values()}
+        created = set(map(id, self._created))
+        for old, new in self.swaps.items():
+            if id(new.producer) in created and old.name not in taken and _stem(old.name) == _stem(new.name):
+                taken.add(old.name)
+                new.name = old.name
+
+
+def _stem(name: str) -> str:
+    return _NUMBERS.sub("", name)
 
 
 def drop_dead(graph: Graph, candidates: Iterable[Node]) -> int:

@@ -205,6 +205,7 @@ def _slice(sweep: _Sweep, node: Node) -> New:
 def _cat(sweep: _Sweep, node: Node) -> New:
     dim, parts = _axis(node, "dim"), list(node.inputs())
     full = [part for part in parts if len(_shape(part)) == len(_shape(node.result)) and _shape(part)[dim] != 0]
+    sweep.touched += [part.producer for part in parts if part not in full and part.producer is not None]
     if len(full) == 1 and full[0].type == node.result.type:
         return full[0]
     if len(full) < len(parts):

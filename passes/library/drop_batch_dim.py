@@ -51,7 +51,7 @@ class _State:
     def full(self, value: Value) -> Value:
         """`value` as it was, with the 1 put back if it has been rebuilt without it."""
         twin = self.twins.get(value)
-        if twin is None or _from_seed(value):
+        if twin is None or (value.producer is not None and _is_seed(value.producer)):
             return value
         return self.rewriter.call("aten.reshape.default", twin, shape=list(_shape(value))).result
 
@@ -83,8 +83,7 @@ class DropBatchDim(Pass):
                 raise _Unknown(f"no rule for {node.op}")
             new = rule(state, node)
         except _Unknown as reason:
-            if any(value in state.twins and not _from_seed(value) for value in node.inputs()):
-                report.near_misses.append(NearMiss.of(node, str(reason), 1))
+            report.near_misses.append(NearMiss.of(node, str(reason), 1))
             node.replace_operands(state.full)
             return []
         report.count(node.op)
@@ -111,10 +110,6 @@ def _is_seed(node: Node) -> bool:
         return False
     source = next(node.inputs())
     return _shape(node.result)[:1] == (1,) and _shape(source)[:1] not in ((1,), ())
-
-
-def _from_seed(value: Value) -> bool:
-    return value.producer is not None and _is_seed(value.producer)
 
 
 def _without(state: _State, node: Node) -> Value:

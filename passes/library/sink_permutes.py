@@ -1,10 +1,10 @@
-"""Moves permutes below norms, so that they meet the permutes of rope and attention and cancel.
+"""Moves permutes below norms and casts, so that they meet the permutes of rope and attention and cancel.
 
     %p = aten.permute(%x, [1,0,2])          %n = rms_norm(%x, %w)
     %y = rms_norm(%p, %w)             ->    %y = aten.permute(%n, [1,0,2])
 
-Exact. The permute must leave the last dimension, over which the norm is taken, in its place, and have no other
-reader. Does not move permutes past anything but norms.
+Exact. The permute must leave the last dimension, over which a norm is taken, in its place, and have no other reader.
+Does not move permutes past anything else.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ _MOVED = op("aten.permute.default", bind("x"), dims=_KEEPS_LAST)
 def _build(rewriter: Rewriter, match: Match) -> Value:
     root = match.root
     names = [root.result.name]
-    rest = {name: value for name, value in root.operands.items() if name != "x"}
-    normed = rewriter.call(root.op, match["x"], source=root.source, names=names, **rest, **root.attrs)
-    return rewriter.call("aten.permute.default", normed.result, dims=match["dims"], source=root.source).result
+    rest = list(root.operands.values())[1:]
+    moved = rewriter.call(root.op, match["x"], *rest, source=root.source, names=names, **root.attrs)
+    return rewriter.call("aten.permute.default", moved.result, dims=match["dims"], source=root.source).result
 
 
 RULES = (
+    Rule("cast", op("aten.to.dtype", _MOVED), _build),
     Rule("rms_norm", op("rms_norm", _MOVED, bind("w")), _build),
     Rule("rms_norm", op("rms_norm", _MOVED, None), _build),
     Rule("layer_norm", op("layer_norm", _MOVED, bind("w"), bind("b")), _build),
