@@ -34,7 +34,10 @@ COMMON_FLAGS = (
 LINK_FLAGS = ("-shared", "-fopenmp", "-Wl,-z,now", "-Wl,-z,noexecstack")
 
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
-_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512")
+_AVX512 = (
+    *_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512",
+    "-Wno-maybe-uninitialized",  # gcc 12's own intrinsics header
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,10 +46,21 @@ INLINE Range hull(Range a, Range b) {
 
 // ---------------------------------------------------------------- micro kernels
 
+// Rows of the next tile, key and value each, to be on their way from memory while this tile is computed.
+struct Ahead {
+  const void* const* rows;  // one for each place of a tile, or null
+  int64_t bytes;
+  INLINE void fetch(int64_t j) const {
+    for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch((const char*)rows[j] + b);
+  }
+};
+
 // scores[r][j] = q_r . k_j for R rows and keys [begin, end), both multiples of GATHER.
 template <typename T, int R>
-void score_rows(const float* q, int64_t width, const T* const* keys, Range range, float* scores) {
+NOINLINE void score_rows(const float* q, int64_t width, const T* const* keys, Range range, float* scores, Ahead ahead) {
   for (int64_t j = range.begin; j < range.end; j += GATHER) {
+    if (ahead.rows)
+      for (int64_t i = 0; i < GATHER; ++i) ahead.fetch(j + i);
     vf acc[R][GATHER] = {};
     for (int64_t d = 0; d < width; d += LANES) {
       vf row[R];
@@ -97,7 +108,7 @@ INLINE void add_columns(const float* weights, const T* const* values, Range rang
 }
 
 template <typename T, int R>
-void add_values(const float* weights, const T* const* values, Range range, int64_t width, float* acc) {
+NOINLINE void add_values(const float* weights, const T* const* values, Range range, int64_t width, float* acc) {
   int64_t d = 0;
   for (; d + 4 * LANES <= width; d += 4 * LANES) add_columns<T, R, 4>(weights, values, range, width, d, acc);
   switch ((width - d) / LANES) {
@@ -129,7 +140,8 @@ struct Score {
   const T* const* keys;
   Range range;
   float* scores;
-  template <int R> INLINE void run() const { score_rows<T, R>(q, width, keys, range, scores); }
+  Ahead ahead;
+  template <int R> INLINE void run() const { score_rows<T, R>(q, width, keys, range, scores, ahead); }
 };
 
 template <typename T>
@@ -438,16 +450,22 @@ class PagedAttention {
     clear(w.chunk, u.rows(), width);
     const Range seen = overlap(visible(u), {chunk * CHUNK, (chunk + 1) * CHUNK});
     const bool in_place = width == layer.head_size && (sizeof(T) == 4 || u.rows() <= ROW_GROUP);
-    for (int64_t start = seen.begin / TILE * TILE; start < seen.end; start += TILE) {
-      const T* keys[TILE];
-      const Range tile = overlap(seen, {start, start + TILE});
-      find_keys(u, start, tile, keys);
+    const T* pages[2][TILE];  // of this tile and of the next
+    int64_t start = seen.begin / TILE * TILE;
+    if (start < seen.end) find_keys(u, start, overlap(seen, {start, start + TILE}), pages[0]);
+    for (int64_t i = 0; start < seen.end; start += TILE, i ^= 1) {
+      const Range tile = overlap(seen, {start, start + TILE}), next = overlap(seen, {start + TILE, start + 2 * TILE});
+      Ahead ahead = {};
+      if (!next.empty()) {
+        find_keys(u, start + TILE, next, pages[i ^ 1]);
+        ahead = {(const void* const*)pages[i ^ 1], 2 * layer.head_size * (int64_t)sizeof(T)};
+      }
       if (in_place) {
-        run_tile<T>(u, start, tile, keys, layer.head_size, w);
+        run_tile<T>(u, start, tile, pages[i], layer.head_size, w, ahead);
       } else {
         const float* copies[TILE];
-        gather(keys, start, tile, w.gathered, copies);
-        run_tile<float>(u, start, tile, copies, width, w);
+        gather(pages[i], start, tile, w.gathered, copies);
+        run_tile<float>(u, start, tile, copies, width, w, ahead);
       }
     }
   }
@@ -463,8 +481,8 @@ class PagedAttention {
       const T* page = head + block * cache.block_stride - logical * cache.block_size * cache.token_stride;
       for (; position < end; ++position) keys[position - start] = page + position * cache.token_stride;
     }
-    for (int64_t j = (tile.begin - start) / GATHER * GATHER; j < tile.begin - start; ++j) keys[j] = keys[tile.begin - start];
-    for (int64_t j = tile.end - start; j % GATHER != 0; ++j) keys[j] = keys[tile.end - start - 1];
+    for (int64_t j = 0; j < tile.begin - start; ++j) keys[j] = keys[tile.begin - start];
+    for (int64_t j = tile.end - start; j < TILE; ++j) keys[j] = keys[tile.end - start - 1];
   }
 
   void gather(const T* const* keys, int64_t start, Range tile, float* memory, const float** copies) const {
@@ -478,7 +496,8 @@ class PagedAttention {
   }
 
   template <typename K>
-  void run_tile(const Unit& u, int64_t start, Range tile, const K* const* keys, int64_t value_offset, const Work& w) {
+  void run_tile(const Unit& u, int64_t start, Range tile, const K* const* keys, int64_t value_offset, const Work& w,
+                Ahead ahead) {
     const K* values[TILE];
     for (int64_t j = tile.begin - start; j < tile.end - start; ++j) values[j] = keys[j] + value_offset;
     const int64_t num_keys = round_up(tile.end - start, LANES);
@@ -493,7 +512,8 @@ class PagedAttention {
       if (any.empty()) continue;
       float* scores = w.scores + row * TILE;
       const Range padded = {any.begin / GATHER * GATHER, round_up(any.end, GATHER)};
-      for_rows(rows, Score<K>{w.q + row * width, width, keys, padded, scores});
+      for_rows(rows, Score<K>{w.q + row * width, width, keys, padded, scores, ahead});
+      ahead.rows = nullptr;  // once is enough
       for (int64_t r = 0; r < rows; ++r)
         softmax_step(scores + r * TILE, seen[r], num_keys, layer, w.chunk, row + r, width);
       for_rows(rows, AddValues<K>{scores, values, any, width, w.chunk.values + row * width});

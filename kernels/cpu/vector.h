@@ -34,6 +34,7 @@ struct bf16 { uint16_t bits; };
 struct f16 { uint16_t bits; };
 
 #define INLINE inline __attribute__((always_inline))
+#define NOINLINE __attribute__((noinline))  // a micro kernel has the registers to itself
 
 INLINE vf splat(float x) { return x - vf{}; }
 INLINE vf select(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
@@ -46,9 +47,15 @@ INLINE vf load(const float* p) {
 }
 
 INLINE vu load_u16(const void* p) {
+#if defined(__AVX512F__)
+  return (vu)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(__AVX2__)
+  return (vu)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
+#else
   vh x;
   __builtin_memcpy(&x, p, sizeof x);
   return __builtin_convertvector(x, vu);
+#endif
 }
 
 INLINE vf load(const bf16* p) { return (vf)(load_u16(p) << 16); }
