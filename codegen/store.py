@@ -66,7 +66,7 @@ class Store:
     """The store at `root`, made on first write and readable by its owner only."""
 
     def __init__(self, root: Path):
-        self.root = Path(root)
+        self.root = Path(os.path.abspath(root))
         self._objects = self.root / "objects"
         self._scratch = self.root / "scratch"
 
