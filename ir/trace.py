@@ -18,7 +18,7 @@ from treadle.ir.graph import Graph
 from treadle.ir.source import ModelSource
 from treadle.ir.sources.convert_names import nearest_names
 from treadle.ir.sources.tied_weights import canonical_names, untie_different
-from treadle.ir.trace_interfaces import Notes, check_masks, noting
+from treadle.ir.trace_interfaces import MaskNote, Notes, check_masks, noting
 from treadle.ir.trace_source import failure_source
 from treadle.ir.types import DTYPES
 from treadle.ir.verify import verify
@@ -128,6 +128,11 @@ def _place(path: str, line: str) -> str:
 
 def _diagnose(error: Exception) -> tuple[str, str]:
     first = next((text.strip() for text in str(error).splitlines() if text.strip()), type(error).__name__)
+    if MaskNote.__name__ in str(error):
+        return (
+            "its attention computes with the mask itself instead of calling transformers' attention interface",
+            "A dense fallback would be wrong for batches; the model code must go through ALL_ATTENTION_FUNCTIONS",
+        )
     kinds = " ".join(cls.__name__ for cls in type(error).__mro__)
     if "DataDependent" in kinds or "data-dependent" in str(error) or "Tensor.item" in str(error):
         return (

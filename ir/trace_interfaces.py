@@ -183,7 +183,7 @@ def _experts_interface(
     """transformers' experts interface: hidden [T, H], ids and weights [T, K] -> [T, H]."""
     from transformers.integrations.moe import _default_apply_gate
 
-    name, act = type(module).__name__, type(module.act_fn).__name__
+    name, act = type(module).__name__, type(getattr(module, "act_fn", None)).__name__
     problems = {
         "has no gate": not module.has_gate,
         "has biases": module.has_bias,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import traceback
 from typing import Any
 
 import torch
 
-from treadle.ir.errors import ModelError
+from treadle.ir.errors import ModelError, TraceError
 from treadle.ir.trace_interfaces import IMPLEMENTATION, register_interfaces
+from treadle.ir.trace_source import is_model_file
 
 
 def causal_class(config: Any, where: str) -> Any:
@@ -32,8 +34,22 @@ def build_from_config(model_class: Any, config: Any, dtype: torch.dtype) -> torc
     if text_class is not None and getattr(model_class, "config_class", None) is text_class:
         config = config.get_text_config()
     config.use_cache = False
-    with torch.device("meta"):
-        model = model_class._from_config(
-            config, dtype=dtype, attn_implementation=IMPLEMENTATION, experts_implementation=IMPLEMENTATION
-        )
+    try:
+        with torch.device("meta"):
+            model = model_class._from_config(
+                config, dtype=dtype, attn_implementation=IMPLEMENTATION, experts_implementation=IMPLEMENTATION
+            )
+    except KeyError as error:
+        if error.args != (IMPLEMENTATION,):
+            raise
+        raise TraceError(
+            f"{model_class.__name__} looks its attention up in a table of its own instead of transformers' attention "
+            f"interface, at {_raised_at(error)}; a dense fallback would be wrong for batches, so it cannot be served"
+        ) from error
     return model.eval()
+
+
+def _raised_at(error: BaseException) -> str:
+    """file:line of the innermost frame in model code."""
+    lines = [frame for frame in traceback.extract_tb(error.__traceback__) if is_model_file(frame.filename)]
+    return f"{lines[-1].filename}:{lines[-1].lineno}" if lines else "an unknown line"

@@ -32,6 +32,8 @@ class ModuleSource(ModelSource):
         self._is_transformers = isinstance(module, PreTrainedModel)
         self.config = getattr(module, "config", None) if self._is_transformers else None
         self._state = module.state_dict()
+        if not self._is_transformers:  # of a transformers model, the trace finds the values in its own code
+            self._state |= dict(module.named_buffers())
         self.tensors = {
             name: tensor(DType.of(value.dtype), tuple(value.shape)) for name, value in self._state.items()
         }
@@ -69,19 +71,13 @@ class ModuleSource(ModelSource):
 
 
 def _on_meta(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A deep copy whose parameters and persistent buffers are on meta, floating-point ones in `dtype`."""
+    """A deep copy whose parameters and buffers are on meta, floating-point ones in `dtype`."""
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
         memo[id(parameter)] = nn.Parameter(_meta(parameter, dtype), requires_grad=False)
     for buffer in module.buffers():
         memo[id(buffer)] = _meta(buffer, dtype)
-    twin = copy.deepcopy(module, memo).eval()
-    twin.__dict__["_code_buffers"] = {
-        name: buffer.detach().cpu().to(dtype if buffer.is_floating_point() else buffer.dtype)
-        for name, buffer in module.named_buffers()
-        if name not in module.state_dict()
-    }
-    return twin
+    return copy.deepcopy(module, memo).eval()
 
 
 def _meta(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
