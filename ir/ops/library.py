@@ -10,7 +10,14 @@ from treadle.ir.ops.registry import op
 from treadle.ir.ops.reference_attention import attend_one_sequence
 
 
-@op("linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor")
+def _linear_of_one_dtype(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """On meta, torch multiplies any two dtypes; on a device it does not."""
+    if weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
+        raise TypeError(f"x is {x.dtype}, weight {weight.dtype}, bias {bias.dtype if bias is not None else None}")
+    return F.linear(x, weight, bias)
+
+
+@op("linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor", fake=_linear_of_one_dtype)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias`: x [..., K], weight [N, K], bias [N] -> [..., N]."""
     return F.linear(x, weight, bias)
