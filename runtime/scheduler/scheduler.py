@@ -17,6 +17,7 @@ from treadle.runtime.runner_output import RunnerOutput
 from treadle.runtime.scheduler.config import SchedulerConfig
 from treadle.runtime.scheduler.kv_manager import KVCacheBlocks, KVManager
 from treadle.runtime.scheduler.output import SchedulerOutput
+from treadle.runtime.scheduler.request_limits import check_end, check_servable
 from treadle.runtime.scheduler.request_queue import ORDERS, RequestQueue, priority_order
 from treadle.runtime.scheduler.step_plan import Scheduled, StepPlan, new_data
 
@@ -60,33 +61,15 @@ class Scheduler:
 
     def add_request(self, request: Request) -> None:
         """Queues a request. Raises UserError if its id is live, or if it could never be served to its end."""
-        self._check_servable(request)
+        if request.request_id in self.requests:
+            raise UserError(f"request id {request.request_id!r} is in use by a live request; choose another one")
+        check_servable(request, self.kv)
         request.queue_number = self._num_arrivals
         self._num_arrivals += 1
         if self.kv.hasher is not None:
             request.attach_hasher(self.kv.hasher)
         self.requests[request.request_id] = request
         (self.skipped_waiting if request.is_blocked else self.waiting).push(request)
-
-    def _check_servable(self, request: Request) -> None:
-        limit, num_prompt = self.config.max_model_len, request.num_prompt_tokens
-        if request.request_id in self.requests:
-            raise UserError(f"request id {request.request_id!r} is in use by a live request; choose another one")
-        if num_prompt == 0:
-            raise UserError(f"request {request.request_id!r} has an empty prompt; give it at least one token")
-        if num_prompt >= limit:
-            raise UserError(
-                f"request {request.request_id!r} has a prompt of {num_prompt} tokens; the model's limit is {limit} "
-                f"tokens, prompt and output together; shorten the prompt to at most {limit - 1} tokens"
-            )
-        total = request.max_total_tokens(limit)
-        needed = self.kv.peak_blocks(min(total - 1 + self.config.num_lookahead_tokens, limit))
-        if needed > self.kv.pool.num_usable:
-            raise UserError(
-                f"request {request.request_id!r} may grow to {total} tokens ({num_prompt} of prompt), which takes "
-                f"{needed} KV-cache blocks, but there are {self.kv.pool.num_usable}; lower max_tokens, shorten the "
-                f"prompt, or give the KV cache more memory"
-            )
 
     def finish_requests(
         self, request_ids: str | Iterable[str], reason: FinishReason | str = FinishReason.ABORT
@@ -275,22 +258,12 @@ class Scheduler:
         )
         self._finished, self._preempted = set(), set()
         for entry in plan.scheduled.values():
-            self._advance(entry, plan.index)
+            entry.charge(plan.index, self.config)
+            self.kv.remember(entry.request, entry.request.num_computed_tokens)
         if plan.scheduled:
             self._in_flight[plan.index] = plan.scheduled
             self._totals.num_steps += 1
         return output
-
-    def _advance(self, entry: Scheduled, step: int) -> None:
-        request = entry.request
-        request.num_computed_tokens += entry.num_tokens
-        request.last_scheduled_step = step
-        request.spec_token_ids = []
-        if self.config.async_scheduling and entry.num_expected:
-            request.num_output_placeholders += entry.num_expected
-            request.num_in_flight_tokens += entry.num_expected
-            request.next_decode_eligible_step = step + self.config.decode_interval
-        self.kv.remember(request, request.num_computed_tokens)
 
     # What came back
 
@@ -307,48 +280,20 @@ class Scheduler:
         for req_id, entry in entries.items():
             if entry.request.is_finished:
                 continue
-            tokens = self._append(entry.request, self._settle(entry, sampled[req_id], result))
+            tokens = self._append(entry.request, entry.settle(sampled[req_id], result, self.config))
             if tokens:
                 outputs.append(self._output(entry.request, tokens, result))
         self.kv.step_processed(scheduled.step)
         return outputs
 
-    def _settle(self, entry: Scheduled, tokens: list[int], result: RunnerOutput) -> list[int]:
-        """Brings the counters up to date; returns the tokens that count."""
-        request = entry.request
-        assert bool(entry.num_expected) == bool(tokens) and len(tokens) <= entry.num_expected, (
-            f"{request}: {len(tokens)} tokens came back, {entry.num_expected} were expected"
-        )
-        num_in_flight = entry.num_expected if self.config.async_scheduling else 0
-        if entry.num_preemptions != request.num_preemptions:  # stale: the counters start anew since
-            dropped = request.drop_stale_output or request.awaits_prompt_logprobs
-            request.num_stale_output_tokens -= num_in_flight
-            request.drop_stale_output = request.drop_stale_output and request.num_stale_output_tokens > 0
-            return [] if dropped else tokens
-        request.num_output_placeholders -= num_in_flight
-        request.num_in_flight_tokens -= num_in_flight
-        request.num_computed_tokens -= entry.num_expected - len(tokens)  # rejected drafts
-        request.add_prompt_logprobs(result.prompt_logprobs.get(request.request_id, []))
-        return tokens
-
     def _append(self, request: Request, tokens: list[int]) -> list[int]:
         """Appends tokens up to the first that ends the request; returns those appended."""
         for i, token in enumerate(tokens):
             request.append_output(token)
-            self._finish_if_done(request, token)
-            if request.is_finished:
+            if (end := check_end(request, token, self.config.max_model_len)) is not None:
+                self._finish(request, *end)
                 return tokens[: i + 1]
         return tokens
-
-    def _finish_if_done(self, request: Request, token: int) -> None:
-        params = request.sampling_params
-        if request.num_output_tokens >= params.min_tokens:
-            if token == params.eos_token_id and not params.ignore_eos:
-                return self._finish(request, FinishReason.STOP)
-            if token in params.all_stop_token_ids:
-                return self._finish(request, FinishReason.STOP, stop_reason=token)
-        if request.num_tokens >= request.max_total_tokens(self.config.max_model_len):
-            self._finish(request, FinishReason.LENGTH)
 
     def _output(self, request: Request, tokens: list[int], result: RunnerOutput | None = None) -> CoreOutput:
         self._totals.generation_tokens += len(tokens)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from treadle.runtime.request import Request
+from treadle.runtime.runner_output import RunnerOutput
+from treadle.runtime.scheduler.config import SchedulerConfig
 from treadle.runtime.scheduler.kv_manager import KVCacheBlocks
 from treadle.runtime.scheduler.output import CachedRequestData, GroupBlockIds, NewRequestData
 
@@ -23,6 +25,35 @@ class Scheduled:
     drafts: list[int]
     new_blocks: KVCacheBlocks
     num_preemptions: int
+
+    def charge(self, step: int, config: SchedulerConfig) -> None:
+        """Counts the tokens as computed, and with asynchronous scheduling the outputs as on their way."""
+        request = self.request
+        request.num_computed_tokens += self.num_tokens
+        request.last_scheduled_step = step
+        request.spec_token_ids = []
+        if config.async_scheduling and self.num_expected:
+            request.num_output_placeholders += self.num_expected
+            request.num_in_flight_tokens += self.num_expected
+            request.next_decode_eligible_step = step + config.decode_interval
+
+    def settle(self, tokens: list[int], result: RunnerOutput, config: SchedulerConfig) -> list[int]:
+        """Brings the counters up to date with what came back; returns the tokens that count."""
+        request = self.request
+        assert bool(self.num_expected) == bool(tokens) and len(tokens) <= self.num_expected, (
+            f"{request}: {len(tokens)} tokens came back, {self.num_expected} were expected"
+        )
+        num_in_flight = self.num_expected if config.async_scheduling else 0
+        if self.num_preemptions != request.num_preemptions:  # stale: the counters have started anew since
+            dropped = request.drop_stale_output or request.awaits_prompt_logprobs
+            request.num_stale_output_tokens -= num_in_flight
+            request.drop_stale_output = request.drop_stale_output and request.num_stale_output_tokens > 0
+            return [] if dropped else tokens
+        request.num_output_placeholders -= num_in_flight
+        request.num_in_flight_tokens -= num_in_flight
+        request.num_computed_tokens -= self.num_expected - len(tokens)  # rejected drafts
+        request.add_prompt_logprobs(result.prompt_logprobs.get(request.request_id, []))
+        return tokens
 
 
 @dataclass(slots=True)

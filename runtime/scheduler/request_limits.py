@@ -1,0 +1,40 @@
+"""What a request may ask for, and when it has got it."""
+
+from __future__ import annotations
+
+from treadle.ir.errors import UserError
+from treadle.runtime.request import FinishReason, Request
+from treadle.runtime.scheduler.kv_manager import KVManager
+
+
+def check_servable(request: Request, kv: KVManager) -> None:
+    """Raises UserError for a request that could never be served to its end, however long it waits."""
+    limit, num_prompt = kv.config.max_model_len, request.num_prompt_tokens
+    if num_prompt == 0:
+        raise UserError(f"request {request.request_id!r} has an empty prompt; give it at least one token")
+    if num_prompt >= limit:
+        raise UserError(
+            f"request {request.request_id!r} has a prompt of {num_prompt} tokens; the model's limit is {limit} "
+            f"tokens, prompt and output together; shorten the prompt to at most {limit - 1} tokens"
+        )
+    total = request.max_total_tokens(limit)
+    needed = kv.peak_blocks(min(total - 1 + kv.config.num_lookahead_tokens, limit))
+    if needed > kv.pool.num_usable:
+        raise UserError(
+            f"request {request.request_id!r} may grow to {total} tokens ({num_prompt} of prompt), which takes "
+            f"{needed} KV-cache blocks, but there are {kv.pool.num_usable}; lower max_tokens, shorten the "
+            f"prompt, or give the KV cache more memory"
+        )
+
+
+def check_end(request: Request, token: int, max_model_len: int) -> tuple[FinishReason, int | None] | None:
+    """Returns why the request ends with `token`, which was just appended, and the stop id if that is why."""
+    params = request.sampling_params
+    if request.num_output_tokens >= params.min_tokens:
+        if token == params.eos_token_id and not params.ignore_eos:
+            return FinishReason.STOP, None
+        if token in params.all_stop_token_ids:
+            return FinishReason.STOP, token
+    if request.num_tokens >= request.max_total_tokens(max_model_len):
+        return FinishReason.LENGTH, None
+    return None
