@@ -31,7 +31,7 @@ def _root(
     if level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
         raise typer.BadParameter(f"{level!r} is not one of DEBUG, INFO, WARNING, ERROR", param_hint="--log-level")
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    for chatty in ("httpx", "httpcore", "asyncio", "filelock", "urllib3"):
+    for chatty in ("uvicorn", "httpx", "httpcore", "asyncio", "filelock", "urllib3"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -141,7 +140,9 @@ async def _serve(server: ServerConfig, engine_config: EngineConfig) -> int:
     engine = AsyncEngine(engine_config)
     if not await start_engine(engine):
         return EXIT_OK
-    await asyncio.to_thread(engine.renderer.warm_up)
+    if engine.renderer is None:
+        await engine.shutdown()
+        raise BundleError(f"{engine_config.bundle} has no tokenizer, and the API is made of text; use treadle.LLM with token ids")
     return await run_server(engine, server, listener)
 
 

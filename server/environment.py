@@ -7,7 +7,9 @@ import os
 import re
 from pathlib import Path
 
-API_KEY, STORE, LOG_LEVEL = "TREADLE_API_KEY", "TREADLE_STORE", "TREADLE_LOG_LEVEL"
+from treadle.codegen.store_location import default_store_root
+
+API_KEY, LOG_LEVEL = "TREADLE_API_KEY", "TREADLE_LOG_LEVEL"
 
 
 def take_api_keys() -> tuple[str, ...]:
@@ -16,11 +18,8 @@ def take_api_keys() -> tuple[str, ...]:
 
 
 def store_root() -> Path:
-    """Returns the folder of the artifact store: TREADLE_STORE, else `treadle` in the user's cache folder."""
-    if os.environ.get(STORE):
-        return Path(os.environ[STORE]).expanduser()
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "treadle"
+    """Returns the folder of the artifact store, which TREADLE_STORE or the user's cache folder says."""
+    return default_store_root(os.environ)
 
 
 def log_level() -> str:

@@ -164,10 +164,10 @@ def test_an_api_key_is_not_inherited_or_logged() -> None:
 
 def test_doctor(tmp_path: Path) -> None:
     """The report names versions, processor, compiler, store and memory; the exit code says whether serving works."""
-    shown = treadle("doctor", "--json", TREADLE_STORE=str(tmp_path / "store"))
+    shown = treadle("doctor", "--json", XDG_CACHE_HOME=str(tmp_path))
     findings = {finding["name"]: finding for finding in json.loads(shown.stdout)}
     assert {"python", "torch", "processor", "c++ compiler", "store", "memory"} <= set(findings)
-    assert str(tmp_path / "store") in findings["store"]["detail"]
+    assert str(tmp_path) in findings["store"]["detail"]
     assert shown.returncode == any(finding["status"] == "fail" for finding in findings.values())
     without = json.loads(treadle("doctor", "--json", PATH="/nowhere").stdout)
     assert {"warn"} == {finding["status"] for finding in without if finding["name"] == "c++ compiler"}

@@ -333,7 +333,8 @@ def test_errors_of_our_own_are_a_500_without_the_cause(start_server: StartServer
 
 def test_server_config_checks_itself() -> None:
     """Settings out of range, and an address that is taken, are errors that say so."""
-    for bad in ({"port": 70000}, {"api_keys": ("",)}, {"max_body_bytes": 0}):
+    cases: list[dict[str, Any]] = [{"port": 70000}, {"api_keys": ("",)}, {"max_body_bytes": 0}]
+    for bad in cases:
         with pytest.raises(ConfigError):
             ServerConfig(**bad)
     with listen(ServerConfig(port=0)) as taken:

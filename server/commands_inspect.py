@@ -1,0 +1,149 @@
+"""`treadle inspect`: what a bundle holds, how it was made, and where it departs from what was asked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from treadle.codegen.bundle import Bundle, open_bundle
+from treadle.ir.errors import BundleError
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def inspect(
+    bundle: Annotated[Path, typer.Argument(help="A bundle folder.")],
+    ir: Annotated[str | None, typer.Option("--ir", help="Print the IR of a stage (traced, ..., unified) or a piece.")] = None,
+    misses: Annotated[bool, typer.Option("--near-misses", help="Also list places where a pass nearly matched.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    verify: Annotated[Path | None, typer.Option(help="Check the signature with this public key (PEM).")] = None,
+) -> None:
+    """Show stages, passes, pieces, dispatch table, sizes and settings. Works for a bundle of another machine too."""
+    opened = open_bundle(bundle, verify_key=verify, for_loading=False)
+    if ir is not None:
+        typer.echo(opened.file(_ir_path(opened, ir)).read_text(), nl=False)
+        return
+    summary = summarise(opened)
+    if as_json:
+        typer.echo(json.dumps(summary, indent=1))
+        return
+    typer.echo(render(summary, with_misses=misses))
+
+
+def summarise(bundle: Bundle) -> dict[str, Any]:
+    """Everything that is shown, as plain data."""
+    manifest = bundle.manifest
+    sizes = {entry.path: entry.size for entry in manifest.files}
+    return {
+        "bundle": bundle.root.name,
+        "model": {**msgspec.to_builtins(manifest.model), "config": manifest.model.config},
+        "target": msgspec.to_builtins(manifest.target),
+        "toolchain": manifest.toolchain,
+        "limits": msgspec.to_builtins(manifest.limits),
+        "stages": [Path(path).stem.partition("-")[2] for path in manifest.stages],
+        "passes": _reports(bundle),
+        "pieces": [
+            {
+                "name": piece.name,
+                "key": piece.key,
+                "layers": piece.layers,
+                "calls": sum(step.piece == piece.name for step in manifest.program.steps),
+                "bytes": sum(sizes[item.file] for item in piece.ranges),
+            }
+            for piece in manifest.pieces
+        ],
+        "dispatch": {
+            name: [{"tokens": [start, end], "file": file} for start, end, file in rows]
+            for name, rows in manifest.dispatch_table().items()
+        },
+        "weights": {
+            "stored": manifest.weights.stored,
+            "tensors": len(manifest.weights.tensors),
+            "bytes": sum(sizes[path] for path in bundle.weight_files()),
+        },
+        "native": [{"name": entry.name, "bytes": sizes[entry.file]} for entry in manifest.native],
+        "settings": [msgspec.to_builtins(row) for row in manifest.settings],
+        "times": [msgspec.to_builtins(row) for row in manifest.times],
+        "bytes": bundle.total_bytes(),
+        "unlisted": bundle.unlisted(),
+    }
+
+
+def render(summary: dict[str, Any], *, with_misses: bool = False) -> str:
+    """The summary as text, one section each."""
+    model = summary["model"]
+    lines = [
+        f"{summary['bundle']}: {model['name']} ({model['architecture']}, {model['dtype']}, {model['num_layers']} layers, "
+        f"vocabulary {model['vocab_size']}), {_mb(summary['bytes'])}",
+        f"target     {summary['target']['name']} (needs {', '.join(summary['target']['features']) or 'nothing special'})",
+        "toolchain  " + ", ".join(f"{name} {version}" for name, version in summary["toolchain"].items()),
+        f"limits     {summary['limits']['max_num_batched_tokens']} tokens a step, "
+        f"{summary['limits']['max_model_len']} tokens a request",
+        f"stages     {' -> '.join(summary['stages'])}",
+        "",
+        "passes (matches, near misses)",
+    ]
+    for report in summary["passes"]:
+        counts = ", ".join(f"{kind} {number}" for kind, number in report["counts"].items())
+        lines.append(f"  {report['name']:<36}{report['matched']:>5}{len(report['near_misses']):>5}  {counts}".rstrip())
+        if with_misses:
+            lines += [f"      {miss['node']}: {miss['predicate']}  {miss['source']}" for miss in report["near_misses"]]
+    lines += ["", "pieces (calls, size, layers)"]
+    for piece in summary["pieces"]:
+        where = _spans(piece["layers"]) or "-"
+        lines.append(f"  {piece['name']:<12}{piece['calls']:>5}{_mb(piece['bytes']):>12}  {where}")
+    lines += ["", "dispatch (tokens of a step -> artifact)"]
+    for name, rows in summary["dispatch"].items():
+        for row in rows:
+            start, end = row["tokens"]
+            lines.append(f"  {name:<12}{f'{start}' if start == end else f'{start} to {end}':<14}{row['file']}")
+    lines += ["", _weights_line(summary["weights"])]
+    lines += [f"native     {entry['name']}, {_mb(entry['bytes'])}" for entry in summary["native"]]
+    lines += ["", "settings (value, source, what was asked and why it is not that)"]
+    for row in summary["settings"]:
+        why = f"  asked for {row['asked']!r}: {row['reason']}" if row["reason"] else ""
+        lines.append(f"  {row['field']:<24}{row['value']!s:<16}{row['source']}{why}")
+    lines += ["", "compile times"]
+    lines += [f"  {row['stage']:<24}{row['seconds']:>8.1f} s" for row in summary["times"]]
+    if summary["unlisted"]:
+        lines += ["", f"not listed, never read: {', '.join(summary['unlisted'])}"]
+    return "\n".join(lines)
+
+
+def _ir_path(bundle: Bundle, name: str) -> str:
+    table = {Path(path).stem.partition("-")[2]: path for path in bundle.manifest.stages}
+    table |= {piece.name: piece.ir for piece in bundle.manifest.pieces}
+    if name not in table:
+        raise BundleError(f"{bundle.root.name} has no stage or piece {name!r}; it has: {', '.join(table)}")
+    return table[name]
+
+
+def _reports(bundle: Bundle) -> list[dict[str, Any]]:
+    return [report for path in bundle.manifest.reports for report in json.loads(bundle.file(path).read_bytes())]
+
+
+def _weights_line(weights: dict[str, Any]) -> str:
+    if not weights["stored"]:
+        return f"weights    {weights['tensors']} tensors, not stored: made from the checkpoint at start"
+    return f"weights    {weights['tensors']} tensors, {_mb(weights['bytes'])}"
+
+
+def _mb(size: int) -> str:
+    return f"{size / 1e6:.1f} MB"
+
+
+def _spans(layers: list[int]) -> str:
+    """Layers as spans: [0, 1, 2, 5] is "layers 0 to 2, 5"."""
+    spans: list[list[int]] = []
+    for layer in layers:
+        if spans and layer == spans[-1][1] + 1:
+            spans[-1][1] = layer
+        else:
+            spans.append([layer, layer])
+    text = ", ".join(f"{a}" if a == b else f"{a} to {b}" for a, b in spans)
+    return f"layers {text}" if text else ""

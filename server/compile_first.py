@@ -1,0 +1,24 @@
+"""Compiles a model that is asked to be served, in a process of its own: compiling needs torch, serving does not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from treadle.ir.errors import ArtifactError
+from treadle.server.environment import store_root
+
+
+def compile_first(model: str) -> str:
+    """Returns the folder of a bundle made from `model` now, beside the store. Raises ArtifactError if that fails.
+
+    What the store already holds is not compiled again. The compile prints its own progress and reasons.
+    """
+    folder = store_root().parent / "bundles" / (Path(model).resolve().name.removesuffix(".gguf") + ".bundle")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "treadle.server.cli", "compile", model, "--output", str(folder), "--force"]
+    code = subprocess.run(command, check=False).returncode
+    if code != 0:
+        raise ArtifactError(f"{model} was not compiled (exit code {code}, reason above), so there is nothing to serve")
+    return str(folder)
