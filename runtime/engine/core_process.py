@@ -87,7 +87,7 @@ class CoreProcess:
         try:
             core = EngineCore(config)
         except Exception as error:
-            self.send(EngineDied(_startup_reason(error)))
+            self.send(EngineDied(reason=_startup_reason(error)))
             if not isinstance(error, TreadleError):
                 logger.exception("the engine core did not start")
             return 1
@@ -96,7 +96,7 @@ class CoreProcess:
             self._serve(core)
         except EngineDeadError as error:
             logger.exception("the engine core died")
-            self.send(EngineDied(str(error)))
+            self.send(EngineDied(reason=str(error)))
             return 1
         finally:
             core.shutdown()
@@ -147,7 +147,10 @@ class CoreProcess:
 
     def _refuse(self, core: Any, frame: bytes, error: str) -> None:
         """A request that does not decode ends with an error; it must not end the others."""
-        raw = msgspec.msgpack.decode(frame)
+        try:
+            raw = msgspec.msgpack.decode(frame)
+        except msgspec.DecodeError:
+            raw = None
         if isinstance(raw, dict) and isinstance(raw.get("request_id"), str):
             core.reject(raw["request_id"], f"the request is malformed: {error}")
         else:
