@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,12 +20,13 @@ from torch.export.graph_signature import InputKind
 
 from treadle.ir.build import normal_attrs
 from treadle.ir.errors import TraceError
+from treadle.ir.finish_trace import add_state, drop_dead
 from treadle.ir.functionalize import functional_twin, is_mutating
-from treadle.ir.graph import Graph, Node, Operand, Param, Source, Value
+from treadle.ir.graph import Graph, Node, Operand, Param, Value
 from treadle.ir.infer import infer
 from treadle.ir.ops.registry import get_op
 from treadle.ir.trace_source import node_source
-from treadle.ir.types import DType, StateType, T, TensorType, simplify, tensor
+from treadle.ir.types import DType, T, TensorType, simplify, tensor
 from treadle.ir.weights import Literal, Recipe
 
 _DROPPED_ATTRS = {"device", "layout", "memory_format", "pin_memory", "non_blocking", "copy", "requires_grad"}
@@ -90,10 +91,11 @@ def convert(
     Raises TraceError for an op that the IR cannot hold, with its place in the model source.
     """
     context = Context(Graph(name, tokens=tokens), _symbol(program), prefix)
+    program.graph.eliminate_dead_code()
     _bind_inputs(program, context, input_names, resolve)
     context.graph.outputs = list(_convert_nodes(program.graph, program.graph_module, context))
-    _drop_dead(context.graph)
-    _add_state(context)
+    drop_dead(context.graph)
+    add_state(context.graph)
     return context.graph
 
 
@@ -124,7 +126,9 @@ def _bind_inputs(
         if not node.users:
             continue
         if spec.kind == InputKind.CONSTANT_TENSOR:
-            path, recipe = str(spec.target), Literal.of(program.constants[str(spec.target)])
+            path, constant = str(spec.target), program.constants[str(spec.target)]
+            assert isinstance(constant, torch.Tensor)
+            recipe: Recipe = Literal.of(constant)
         else:
             path, recipe = resolve(str(spec.target).removeprefix(context.prefix))
         if path not in shared:
@@ -169,6 +173,8 @@ def _convert_call(node: fx.Node, owner: torch.nn.Module, context: Context) -> An
         return context.values[node.args[0]][node.args[1]]  # type: ignore[index]
     if isinstance(node.meta.get("val"), torch.SymInt | int):
         return _dim(context, node.meta["val"])
+    if isinstance(node.meta.get("val"), torch.SymBool):
+        return None  # a comparison of sizes, for an assert that is erased
     if isinstance(target, torch._ops.HigherOrderOperator):
         return _inline(node, owner, context)
     if not isinstance(target, torch._ops.OpOverload):
@@ -177,7 +183,7 @@ def _convert_call(node: fx.Node, owner: torch.nn.Module, context: Context) -> An
     if packet in _ERASED:
         return None
     if packet == "treadle.traced_attention":
-        return _convert_attention(node, context)
+        return _emit(node, context, "attention", _bound(node, context))
     if packet == "treadle.traced_experts":
         return _emit(node, context, "experts", _bound(node, context))
     if any(word in target._opname for word in _MIXES_TOKENS):
@@ -227,22 +233,12 @@ def _convert_aten(node: fx.Node, context: Context, packet: str, name: str) -> An
         kind = _type(context, node.meta["val"])
         if kind == first.type:
             return first
-        return _emit(node, context, "aten.reshape.default", {"self": first, "shape": _reshape_shape(kind)})
+        return _emit(node, context, "aten.reshape.default", {"self": first, "shape": list(kind.shape)})
     values = _emit(node, context, name, arguments)
     if packet in _NO_CHANGE and first is not None and isinstance(values, Value) and values.type == first.type:
         context.graph.nodes.pop()
         return first
     return values
-
-
-def _reshape_shape(kind: TensorType) -> list[Any]:
-    """The full shape; the one dimension that depends on T stays an expression."""
-    return list(kind.shape)
-
-
-def _convert_attention(node: fx.Node, context: Context) -> Value:
-    arguments = _bound(node, context)
-    return _emit(node, context, "attention", arguments)
 
 
 def _bound(node: fx.Node, context: Context) -> dict[str, Any]:
@@ -295,46 +291,3 @@ def _unsupported(node: fx.Node, context: Context, what: str) -> TraceError:
     return TraceError(
         f"{what}, which the IR cannot hold: at {source.line or 'unknown line'} in module {source.path or '?'}"
     )
-
-
-def _drop_dead(graph: Graph) -> None:
-    """Removes nodes and params that no output needs."""
-    needed = set(graph.outputs)
-    kept = []
-    for node in reversed(graph.nodes):
-        if needed.intersection(node.results) or not get_op(node.op).pure:
-            kept.append(node)
-            needed.update(node.inputs())
-    graph.nodes = kept[::-1]
-    graph.params = [param for param in graph.params if param in needed]
-
-
-def _add_state(context: Context) -> None:
-    """Gives every attention its KV cache and the batch, as inputs of the graph."""
-    graph = context.graph
-    batch = Value(context.name("batch"), StateType("batch"))
-    for node in _attentions(graph):
-        key, value = node.operands["k"], node.operands["v"]
-        assert isinstance(key, Value) and isinstance(value, Value)
-        _, heads, size = key.type.shape  # type: ignore[union-attr]
-        value_size = value.type.shape[2]  # type: ignore[union-attr]
-        sizes = (heads, size) if value_size == size else (heads, size, value_size)
-        cache = Value(context.name(f"kv.{node.attrs['layer']}"), StateType("kv", sizes))
-        graph.inputs.append(cache)
-        rest = {name: operand for name, operand in node.operands.items() if name not in ("q", "k", "v")}
-        node.operands = {
-            "q": node.operands["q"],
-            "k": key,
-            "v": value,
-            "cache": cache,
-            "batch": batch,
-            **rest,
-        }
-    graph.inputs.append(batch)
-
-
-def _attentions(graph: Graph) -> Iterator[Node]:
-    return (node for node in graph.nodes if node.op == "attention")
-
-
-__all__ = ["Source", "convert"]

@@ -146,7 +146,7 @@ def _parse_node(values: dict[str, Value], names: str, types: str, op: str, argum
 def _read(tree: ast.expr, values: dict[str, Value]) -> Any:
     """An operand, or an attribute: number, string, boolean, None, dtype, expression over T, or a list of them."""
     match tree:
-        case ast.Call(func=ast.Name(id="_ref"), args=[ast.Constant(value=name)]):
+        case ast.Call(func=ast.Name(id="_ref"), args=[ast.Constant(value=str(name))]):
             return values[name]
         case ast.List(elts=items):
             return [_read(item, values) for item in items]
@@ -156,7 +156,7 @@ def _read(tree: ast.expr, values: dict[str, Value]) -> Any:
             return float(name)
         case ast.Name(id=name) if name in DTYPES:
             return DTYPES[name]
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=value)):
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
             return -value
         case ast.UnaryOp(op=ast.USub(), operand=ast.Name(id="inf")):
             return -float("inf")

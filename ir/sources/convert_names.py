@@ -72,7 +72,9 @@ def _apply(
     parts = [recipe for recipes in state.values() for recipe in recipes]
     match kind:
         case "MergeModulelist":
-            merged = {pattern: [Stack(tuple(recipes), operation.dim)] for pattern, recipes in state.items()}
+            merged: Collected = {
+                pattern: [Stack(tuple(recipes), operation.dim)] for pattern, recipes in state.items()
+            }
             return {targets[0]: next(iter(merged.values()))} if len(merged) == 1 == len(targets) else merged
         case "Concatenate":
             return {targets[0]: [Concat(tuple(parts), operation.dim)]}

@@ -22,7 +22,7 @@ def gguf_config(metadata: Mapping[str, Any], tied: bool, where: str) -> Any:
         raise ModelError(
             f"{where}: transformers has no table of GGUF fields for architecture {architecture!r}"
         )
-    values = dict(GGUF_CONFIG_DEFAULTS_MAPPING.get(model_type, {}))
+    values: dict[str, Any] = dict(GGUF_CONFIG_DEFAULTS_MAPPING.get(model_type, {}))
     values |= {
         name: metadata[f"{architecture}.{key}"]
         for key, name in fields.items()

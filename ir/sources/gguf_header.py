@@ -46,7 +46,7 @@ def read_gguf(file: Path) -> GgufHeader:
 
 
 def _read(file: Path, blob: np.ndarray) -> GgufHeader:
-    cursor = _Cursor(memoryview(blob))
+    cursor = _Cursor(blob.data)
     magic, version, num_tensors, num_fields = cursor.unpack("4sIQQ")
     if magic != b"GGUF" or version not in (2, 3):
         raise ModelError(f"{file}: not a GGUF file of version 2 or 3 (magic {magic!r}, version {version})")
