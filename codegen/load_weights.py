@@ -66,7 +66,7 @@ def _open(bundle: Bundle, path: str) -> Any:
 def _tensor(bundle: Bundle, entry: WeightEntry, opened: Mapping[str, Any]) -> torch.Tensor:
     from safetensors import SafetensorError
 
-    from treadle.ir.types import DTYPES
+    from treadle.ir.dtypes import DTYPES
 
     assert entry.file is not None, f"{entry.name} is said to be stored, without a file"
     try:

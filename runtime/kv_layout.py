@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from treadle.ir.errors import ConfigError
@@ -108,7 +109,13 @@ def _strides(name: str, extents: Mapping[str, int], page: int) -> dict[str, int]
 
 
 def allocate_buffer(layout: CacheLayout, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Returns the flat int8 buffer, zeroed, so that no unwritten slot can hold a NaN."""
+    """Returns the flat int8 buffer, zeroed, so that no unwritten slot can hold a NaN.
+
+    In host memory the zeros come from the operating system page by page, when a block is first written: a pool of
+    gigabytes costs neither start-up time nor memory until it is used.
+    """
+    if torch.device(device).type == "cpu":
+        return torch.from_numpy(np.zeros(layout.size, dtype=np.int8))
     return torch.zeros(layout.size, dtype=torch.int8, device=device)
 
 
