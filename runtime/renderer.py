@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from tokenizers import Tokenizer
 
 from treadle.ir.errors import ModelError, UserError
@@ -37,7 +37,8 @@ class PromptTooLong(UserError):
     """A text that cannot fit the model however it is tokenised."""
 
 
-class Prompt(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class Prompt:
     """A rendered prompt: its ids and, where it was given or rendered as text, that text."""
 
     token_ids: list[int]

@@ -138,7 +138,7 @@ def test_bad_messages_name_the_place(renderer: Renderer, messages: object, param
 
 def test_unknown_part_type_is_named(renderer: Renderer) -> None:
     """C02-06: the error for a part of another kind names the type and the ones that are known."""
-    with pytest.raises(ChatError, match="'image_url'.*text"):
+    with pytest.raises(ChatError, match=r"'image_url'.*text"):
         renderer.render_chat(user([{"type": "image_url", "image_url": {"url": "x"}}]))
 
 
@@ -176,7 +176,7 @@ def test_malformed_arguments_are_warned_about(caplog: pytest.LogCaptureFixture) 
 
 def test_tools_are_shown_or_refused(renderer: Renderer) -> None:
     """TRAP-9: tools the template cannot show are refused; earlier calls it cannot show become text."""
-    with pytest.raises(ChatError, match="cannot show tools") as caught:
+    with pytest.raises(ChatError, match=r"cannot show tools") as caught:
         renderer.render_chat(user("x"), tools=[WEATHER])
     assert caught.value.param == "tools"
     assert '"x": "<a> & é"' in with_template(TOOL_TEMPLATE).chat_text(user("x"), tools=[WEATHER])
@@ -189,16 +189,16 @@ def test_tools_are_shown_or_refused(renderer: Renderer) -> None:
 
 def test_template_errors_are_the_callers(renderer: Renderer) -> None:
     """A template's own refusal and one that cannot render are client errors with the reason."""
-    with pytest.raises(ChatError, match="role banned is not allowed"):
+    with pytest.raises(ChatError, match=r"role banned is not allowed"):
         with_template(TOOL_TEMPLATE).render_chat([{"role": "banned", "content": "x"}])
-    with pytest.raises(ChatError, match="UndefinedError"):
+    with pytest.raises(ChatError, match=r"UndefinedError"):
         with_template("{{ messages[0].missing.deeper }}").render_chat(user("x"))
-    with pytest.raises(ModelError, match="line 2"):
+    with pytest.raises(ModelError, match=r"line 2"):
         ChatTemplate("ok\n{% for %}")
     nested: dict = {}
     for _ in range(3000):
         nested = {"a": nested}
-    with pytest.raises(ChatError, match="RecursionError"):
+    with pytest.raises(ChatError, match=r"RecursionError"):
         with_template(TOOL_TEMPLATE).render_chat(user("x"), tools=[nested])
 
 
@@ -212,7 +212,7 @@ def test_templates_run_in_a_sandbox() -> None:
 def test_no_template(tmp_path: Path) -> None:
     """A model without a template says so, and what to use."""
     bare = Renderer.load(write_tokenizer(tmp_path, template=None))
-    with pytest.raises(ChatError, match="no chat template.*completions"):
+    with pytest.raises(ChatError, match=r"no chat template.*completions"):
         bare.render_chat(user("x"))
 
 
@@ -234,14 +234,14 @@ def test_continue_final_message(renderer: Renderer) -> None:
     chat = [*user("x"), {"role": "assistant", "content": "Once upon"}]
     text = renderer.chat_text(chat, add_generation_prompt=False, continue_final_message=True)
     assert text.endswith("<|im_start|>assistant\nOnce upon")
-    with pytest.raises(ChatError, match="exclude each other"):
+    with pytest.raises(ChatError, match=r"exclude each other"):
         renderer.chat_text(chat, continue_final_message=True)
 
 
 def test_keyword_arguments_reach_the_template_but_not_its_own_names() -> None:
     """`chat_template_kwargs` are variables; messages and tools cannot be replaced through them."""
     assert with_template("{{ mood }}").chat_text(user("x"), kwargs={"mood": "calm"}) == "calm"
-    with pytest.raises(ChatError, match="messages"):
+    with pytest.raises(ChatError, match=r"messages"):
         with_template("{{ mood }}").chat_text(user("x"), kwargs={"messages": []})
 
 
@@ -270,15 +270,15 @@ def test_sampling_defaults_of_the_model(tmp_path: Path) -> None:
 
 def test_damaged_folder(tmp_path: Path) -> None:
     """A missing or unreadable file is named."""
-    with pytest.raises(ModelError, match="tokenizer.json is missing"):
+    with pytest.raises(ModelError, match=r"tokenizer.json is missing"):
         Renderer.load(tmp_path)
     folder = write_tokenizer(tmp_path)
     (folder / "generation_config.json").write_text("{")
-    with pytest.raises(ModelError, match="generation_config.json is not valid JSON"):
+    with pytest.raises(ModelError, match=r"generation_config.json is not valid JSON"):
         Renderer.load(folder)
     (folder / "generation_config.json").unlink()
     (folder / "tokenizer.json").write_text("{}")
-    with pytest.raises(ModelError, match="tokenizer.json cannot be read"):
+    with pytest.raises(ModelError, match=r"tokenizer.json cannot be read"):
         Renderer.load(folder)
 
 
@@ -295,7 +295,7 @@ def test_encode_decode_round_trip(text: str) -> None:
 
 def test_a_lone_surrogate_is_refused(renderer: Renderer) -> None:
     """Half of a surrogate pair, which JSON can carry, is the caller's error and not the tokenizer's crash."""
-    with pytest.raises(UserError, match="U\\+D800 at character 1"):
+    with pytest.raises(UserError, match=r"U\+D800 at character 1"):
         renderer.encode("a\ud800b")
 
 
