@@ -9,9 +9,11 @@ from pathlib import Path
 
 
 def default_store_root(environment: Mapping[str, str]) -> Path:
-    """`$XDG_CACHE_HOME/treadle/store`, else `~/.cache/treadle/store`, else (no home that can be written to) a folder of
-    this user under the system's temporary one. The place enters no key.
+    """`$TREADLE_STORE`, else `$XDG_CACHE_HOME/treadle/store`, else `~/.cache/treadle/store`, else (no home that can be
+    written to) a folder of this user under the system's temporary one. The place enters no key.
     """
+    if environment.get("TREADLE_STORE"):
+        return Path(environment["TREADLE_STORE"])
     if environment.get("XDG_CACHE_HOME"):
         return Path(environment["XDG_CACHE_HOME"]) / "treadle" / "store"
     home = environment.get("HOME")
