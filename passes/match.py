@@ -35,17 +35,21 @@ class Env:
 
 @dataclass
 class Trail:
-    """The failure that came furthest: where, why, and after how many matched nodes."""
+    """The failure that came furthest: where, why, and the nodes matched before it."""
 
     node: Node | None = None
     predicate: str = ""
-    matched: int = -1
+    nodes: tuple[Node, ...] = ()
+
+    @property
+    def matched(self) -> int:
+        return len(self.nodes)
 
     def fail(self, env: Env, value: Value | None, predicate: Callable[[], str]) -> None:
         """Records a failure at `value`'s producer; at the last matched node if nothing produced it."""
         if len(env.nodes) <= self.matched:
             return
-        self.matched = len(env.nodes)
+        self.nodes = env.nodes
         self.node = value.producer if value is not None and value.producer else (env.nodes or (None,))[-1]
         self.predicate = predicate()
 
@@ -68,7 +72,9 @@ class Bind(Pattern):
     def match(self, value: Value, env: Env, trail: Trail) -> Iterator[Env]:
         known = env.bound.get(self.name, value)
         if known is not value:
-            trail.fail(env, value, lambda: f"%{value.name} must be %{known.name}, bound to {self.name!r} before")
+            trail.fail(
+                env, value, lambda: f"%{value.name} must be %{known.name}, bound to {self.name!r} before"
+            )
         elif self.check is not None and not self.check(value):
             trail.fail(env, value, lambda: f"{self.name!r} must be {self.what}, %{value.name} is not")
         else:
@@ -153,7 +159,11 @@ def _match_operands(
     first, operand = patterns[0], given[0] if given else None
     if first is None or operand is None:
         if first is not None or operand is not None:
-            trail.fail(env, node.results[0], lambda: f"{node.op}: an operand is {'' if first is None else 'not '}given")
+            trail.fail(
+                env,
+                node.results[0],
+                lambda: f"{node.op}: an operand is {'' if first is None else 'not '}given",
+            )
             return
         yield from _match_operands(patterns[1:], given[1:], env, trail, node)
         return
@@ -214,9 +224,23 @@ def either(*options: Pattern) -> Either:
     return Either(options)
 
 
-def cast_of(pattern: Pattern, *, shared: bool = False) -> Pattern:
+@dataclass(frozen=True)
+class MaybeCast(Pattern):
+    """The operand of a cast, or the value itself. That there is no cast is no failure."""
+
+    pattern: Pattern
+    shared: bool
+
+    def match(self, value: Value, env: Env, trail: Trail) -> Iterator[Env]:
+        node = value.producer
+        if node is not None and node.op == "aten.to.dtype":
+            yield from self.pattern.match(next(node.inputs()), env.with_node(node, self.shared), trail)
+        yield from self.pattern.match(value, env, trail)
+
+
+def cast_of(pattern: Pattern, *, shared: bool = False) -> MaybeCast:
     """`pattern`, or a cast of it."""
-    return either(op("aten.to.dtype", pattern, shared=shared), pattern)
+    return MaybeCast(pattern, shared)
 
 
 def same_attr(actual: Any, wanted: Any) -> bool:

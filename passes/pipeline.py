@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from treadle.ir.errors import ConfigError
 from treadle.ir.graph import Graph
-from treadle.passes.base import Pass, PassReport, run_passes
+from treadle.passes.base import Observe, Pass, PassReport, run_passes
 from treadle.passes.library.canonicalise import Canonicalise
 from treadle.passes.library.drop_batch_dim import DropBatchDim
 from treadle.passes.library.eliminate_common_subexpressions import EliminateCommonSubexpressions
@@ -30,7 +30,10 @@ from treadle.passes.unify import unify
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineOptions:
-    """Level 0 does what running needs and no more; from 1 on everything. `without` names passes to leave out."""
+    """Level 0 does what running needs and no more; from 1 on everything. `without` names passes to leave out.
+
+    `verify` checks the rules of the IR before the first pass and after each one that changed something.
+    """
 
     level: int = 2
     without: tuple[str, ...] = ()
@@ -105,8 +108,12 @@ def known_passes() -> list[str]:
     return list(dict.fromkeys(step.name for step in steps))
 
 
-def run_pipeline(traced: Graph, options: PipelineOptions | None = None) -> CompiledStages:
+def run_pipeline(
+    traced: Graph, options: PipelineOptions | None = None, *, observe: Observe | None = None
+) -> CompiledStages:
     """Takes a traced graph (which stays as it is) to a program over unique pieces.
+
+    `observe(pass name, graph)` is called after each pass that changed something.
 
     Raises ConfigError for an unknown name in `without`, VerifyError if a pass breaks the graph.
     """
@@ -118,7 +125,7 @@ def run_pipeline(traced: Graph, options: PipelineOptions | None = None) -> Compi
     def stage(graph: Graph, passes: list[Pass]) -> Graph:
         kept = [step for step in passes if step.name not in options.without]
         twin = graph.copy()
-        reports.extend(run_passes(twin, kept, verify=options.verify))
+        reports.extend(run_passes(twin, kept, verify=options.verify, observe=observe))
         return twin
 
     optimise = options.level >= 1

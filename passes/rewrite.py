@@ -1,124 +1,18 @@
-"""Applies rules to a graph: finds matches, builds replacements, splices them in, removes what they made dead.
+"""Applies rules to a graph: finds matches, builds replacements, and says where a pattern nearly matched.
 
 All matching happens on the graph as it was; the changes are applied together, so one run is linear in its size.
 """
 
 from __future__ import annotations
 
-import re
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from treadle.ir.build import make_node
-from treadle.ir.graph import Graph, Node, Operand, Param, Source, Value
-from treadle.ir.types import Type
-from treadle.ir.weights import Recipe
+from treadle.ir.graph import Graph, Node, Value
 from treadle.passes.base import NearMiss, PassReport, Site
 from treadle.passes.match import Env, OpCall, Trail
-
-_NAMELESS = Graph("nameless")
-_NO_SOURCE = Source()
-_NUMBERS = re.compile(r"(\.\d+)+$")
-
-
-class Rewriter:
-    """Collects changes to one graph. New nodes go before or after an anchor; `apply` does everything at once."""
-
-    def __init__(self, graph: Graph):
-        self.graph = graph
-        self.swaps: dict[Value, Value] = {}
-        self._taken = {value.name for value in graph.values()}
-        self._next: dict[str, int] = {}
-        self._before: dict[int, list[Node]] = defaultdict(list)
-        self._after: dict[int, list[Node]] = defaultdict(list)
-        self._place: list[Node] | None = None
-        self._created: list[Node] = []
-
-    def at(self, anchor: Node, *, after: bool = False) -> Rewriter:
-        """New nodes are placed before (or after) `anchor` from now on."""
-        self._place = (self._after if after else self._before)[id(anchor)]
-        return self
-
-    def call(
-        self,
-        op: str,
-        /,
-        *operands: Operand | Sequence[Value] | None,
-        source: Source = _NO_SOURCE,
-        names: Sequence[str] = (),
-        **attrs: Any,
-    ) -> Node:
-        """A new node at the current place, with inferred types and fresh names."""
-        node = make_node(_NAMELESS, op, *operands, source=source, names=names, **attrs)
-        for value in node.results:
-            value.name = self.fresh(_stem(value.name))
-        assert self._place is not None, "call at(node) first"
-        self._place.append(node)
-        self._created.append(node)
-        return node
-
-    def param(self, name: str, kind: Type, recipe: Recipe) -> Param:
-        """A new parameter of the graph."""
-        param = Param(self.fresh(name), kind, recipe=recipe)
-        self.graph.params.append(param)
-        return param
-
-    def fresh(self, hint: str) -> str:
-        number = self._next.get(hint, 0)
-        name = hint if number == 0 else f"{hint}.{number}"
-        while name in self._taken:
-            number += 1
-            name = f"{hint}.{number}"
-        self._next[hint] = number + 1
-        self._taken.add(name)
-        return name
-
-    def replace(self, old: Value, new: Value) -> None:
-        """Every use of `old` becomes one of `new`."""
-        assert old is not new
-        self.swaps[old] = new
-
-    def apply(self, maybe_dead: Iterable[Node] = ()) -> None:
-        """Splices new nodes in, redirects uses, and removes what nothing reads: of new nodes and `maybe_dead`."""
-        spliced: list[Node] = []
-        for node in self.graph.nodes:
-            spliced += [*self._before.get(id(node), ()), node, *self._after.get(id(node), ())]
-        self.graph.nodes = spliced
-        if self.swaps:
-            self.graph.replace_uses(self.swaps)
-        drop_dead(self.graph, [*maybe_dead, *self._created])
-        self._inherit_names()
-
-    def _inherit_names(self) -> None:
-        """A new value takes the name of the one it replaced if they differ in their number only."""
-        taken = {value.name for value in self.graph.values()}
-        created = set(map(id, self._created))
-        for old, new in self.swaps.items():
-            if id(new.producer) in created and old.name not in taken and _stem(old.name) == _stem(new.name):
-                taken.add(old.name)
-                new.name = old.name
-
-
-def _stem(name: str) -> str:
-    return _NUMBERS.sub("", name)
-
-
-def drop_dead(graph: Graph, candidates: Iterable[Node]) -> int:
-    """Removes those candidate nodes, and parameters, that nothing reads. Returns how many nodes went."""
-    suspects = {id(node) for node in candidates}
-    live = set(graph.outputs)
-    kept: list[Node] = []
-    for node in reversed(graph.nodes):
-        if id(node) in suspects and not any(value in live for value in node.results):
-            continue
-        live.update(node.inputs())
-        kept.append(node)
-    removed = len(graph.nodes) - len(kept)
-    graph.nodes = kept[::-1]
-    graph.params = [param for param in graph.params if param in live]
-    return removed
+from treadle.passes.rewriter import Rewriter
 
 
 @dataclass(frozen=True)
@@ -148,7 +42,8 @@ class Rule:
     """A pattern, the function that builds its replacement, and conditions on a whole match with their words.
 
     `build` returns the value that takes the place of the root's only result. A failed match is a near miss if at
-    least `near` nodes matched first.
+    least `near` nodes matched first and, where the pattern has `anchors`, ops that hardly occur without it, one of
+    them is close by.
     """
 
     kind: str
@@ -156,6 +51,7 @@ class Rule:
     build: Build
     where: tuple[Where, ...] = ()
     near: int = 2
+    anchors: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -165,7 +61,18 @@ class _Search:
     users: dict[Value, list[Node]]
     outputs: set[Value]
     claimed: set[int] = field(default_factory=set)
-    misses: dict[int, tuple[Node, Trail]] = field(default_factory=dict)
+    misses: dict[int, tuple[Trail, frozenset[str]]] = field(default_factory=dict)
+
+    def anchored(self, trail: Trail, anchors: frozenset[str]) -> bool:
+        """Whether an anchor that no match has claimed is among the matched nodes or shortly above the stop."""
+        matched = any(node.op in anchors and id(node) not in self.claimed for node in trail.nodes)
+        return matched or (trail.node is not None and self._above(trail.node, anchors, 4))
+
+    def _above(self, node: Node, anchors: frozenset[str], depth: int) -> bool:
+        if id(node) in self.claimed or depth < 0:
+            return False
+        producers = (value.producer for value in node.inputs() if value.producer is not None)
+        return node.op in anchors or any(self._above(producer, anchors, depth - 1) for producer in producers)
 
 
 def rewrite(graph: Graph, report: PassReport, rules: Sequence[Rule]) -> PassReport:
@@ -180,13 +87,23 @@ def rewrite(graph: Graph, report: PassReport, rules: Sequence[Rule]) -> PassRepo
                 if match is not None:
                     _replace(rule, match, rewriter, report, search)
                     changed += match.nodes
-    report.near_misses += [
-        NearMiss.of(trail.node, trail.predicate, trail.matched)
-        for root, (_, trail) in search.misses.items()
-        if root not in search.claimed and trail.node is not None and id(trail.node) not in search.claimed
-    ]
+    report.near_misses += _near_misses(search)
     rewriter.apply(changed)
     return report
+
+
+def _near_misses(search: _Search) -> list[NearMiss]:
+    """The furthest attempt for each node where matching stopped, outside of what did match."""
+    furthest: dict[int, Trail] = {}
+    for root, (trail, anchors) in search.misses.items():
+        node = trail.node
+        if node is None or root in search.claimed or id(node) in search.claimed:
+            continue
+        if anchors and not search.anchored(trail, anchors):
+            continue
+        if id(node) not in furthest or furthest[id(node)].matched < trail.matched:
+            furthest[id(node)] = trail
+    return [NearMiss.of(t.node, t.predicate, t.matched) for t in furthest.values() if t.node is not None]
 
 
 def _find(rule: Rule, node: Node, search: _Search) -> Match | None:
@@ -197,10 +114,10 @@ def _find(rule: Rule, node: Node, search: _Search) -> Match | None:
         if problem is None:
             return match
         if len(match.nodes) >= trail.matched:
-            trail = Trail(problem[0], problem[1], len(match.nodes))
+            trail = Trail(*problem, match.nodes)
     known = search.misses.get(id(node))
-    if trail.matched >= rule.near and (known is None or known[1].matched < trail.matched):
-        search.misses[id(node)] = (node, trail)
+    if trail.matched >= rule.near and (known is None or known[0].matched < trail.matched):
+        search.misses[id(node)] = trail, rule.anchors
     return None
 
 
@@ -228,7 +145,7 @@ def _replace(rule: Rule, match: Match, rewriter: Rewriter, report: PassReport, s
     old = match.root.result
     if new.type != old.type:
         reason = f"{rule.kind} would give {new.type} where the model has {old.type}"
-        search.misses[id(match.root)] = (match.root, Trail(match.root, reason, len(match.nodes)))
+        search.misses[id(match.root)] = Trail(match.root, reason, match.nodes), frozenset()
         return
     rewriter.replace(old, new)
     search.claimed.update(id(node) for node in match.nodes if id(node) not in match.env.shared)

@@ -129,7 +129,9 @@ def _check_call(program: SplitGraph, call: PieceCall) -> None:
             raise VerifyError(f"program {program.name}: {call.piece} has {what} {expected}, the call {kinds}")
 
 
-def run_split(program: SplitGraph, inputs: Mapping[str, Any], params: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
+def run_split(
+    program: SplitGraph, inputs: Mapping[str, Any], params: Mapping[str, torch.Tensor]
+) -> tuple[Any, ...]:
     """Runs the program with every op by its reference. State inputs are None. Returns the outputs."""
     values: dict[Value, Any] = {}
     for value in program.inputs:

@@ -1,12 +1,12 @@
 """The text form of a split program: its pieces as graphs, then the program that calls them. Parses back.
 
-    program @llama(T in 1..8192) {
-      input %input_ids: i64[T]
-      weight %w: f32[64,64] = load("model.layers.0.mlp.up_proj.weight")
-      %q, %k, %v: f32[T,4,16], f32[T,2,16], f32[T,2,16] = piece first(%input_ids; %w)
-      %o: f32[T,4,16] = attention(%q, %k, %v, %kv.0, %batch, layer=0, scale=0.25)
-      return %logits
-    }
+program @llama(T in 1..8192) {
+  input %input_ids: i64[T]
+  weight %w: f32[64,64] = load("model.layers.0.mlp.up_proj.weight")
+  %q, %k, %v: f32[T,4,16], f32[T,2,16], f32[T,2,16] = piece first(%input_ids; %w)
+  %o: f32[T,4,16] = attention(%q, %k, %v, %kv.0, %batch, layer=0, scale=0.25)
+  return %logits
+}
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def parse_split(text: str) -> SplitGraph:
     start = text.find("program @")
     if start < 0:
         raise VerifyError("expected `program @name(T in 1..8192) {`")
-    pieces = [parse_graph(part + "}\n") for part in re.split(r"^\}\n", text[:start], flags=re.M) if part.strip()]
+    pieces = [
+        parse_graph(part + "}\n") for part in re.split(r"^\}\n", text[:start], flags=re.M) if part.strip()
+    ]
     head, *lines = text[start:].splitlines()
     match = re.match(r"program @([\w.-]+)\(T in (\d+)\.\.(\d+)\) \{$", head)
     if match is None:

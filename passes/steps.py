@@ -57,7 +57,9 @@ def kv_layers(program: SplitGraph) -> list[KVLayerSpec]:
 
 
 def _piece_step(call: PieceCall) -> ProgramStep:
-    return ProgramStep("piece", _names(call.inputs), _names(call.outputs), piece=call.piece, params=_names(call.params))
+    return ProgramStep(
+        "piece", _names(call.inputs), _names(call.outputs), piece=call.piece, params=_names(call.params)
+    )
 
 
 def _op_step(call: OpCall) -> ProgramStep:
@@ -71,7 +73,12 @@ def _op_step(call: OpCall) -> ProgramStep:
     elif node.op != "select_rows":
         attrs["operands"] = [*inputs, *params]
     return ProgramStep(
-        "op", _names(inputs.values()), _names(node.results), op=node.op, params=_names(params.values()), attrs=attrs
+        "op",
+        _names(inputs.values()),
+        _names(node.results),
+        op=node.op,
+        params=_names(params.values()),
+        attrs=attrs,
     )
 
 

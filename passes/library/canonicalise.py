@@ -20,7 +20,7 @@ from treadle.ir.build import normal_attrs
 from treadle.ir.graph import Graph, Node, Value
 from treadle.ir.types import Dim, TensorType
 from treadle.passes.base import Pass, PassReport, Tier
-from treadle.passes.rewrite import Rewriter
+from treadle.passes.rewriter import Rewriter
 
 New = Value | Sequence[Value] | None
 
@@ -204,7 +204,9 @@ def _slice(sweep: _Sweep, node: Node) -> New:
 
 def _cat(sweep: _Sweep, node: Node) -> New:
     dim, parts = _axis(node, "dim"), list(node.inputs())
-    full = [part for part in parts if len(_shape(part)) == len(_shape(node.result)) and _shape(part)[dim] != 0]
+    full = [
+        part for part in parts if len(_shape(part)) == len(_shape(node.result)) and _shape(part)[dim] != 0
+    ]
     sweep.touched += [part.producer for part in parts if part not in full and part.producer is not None]
     if len(full) == 1 and full[0].type == node.result.type:
         return full[0]

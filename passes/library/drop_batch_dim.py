@@ -10,14 +10,14 @@ dimension, the value gets its 1 back just before it and the node is reported as 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from treadle.ir.graph import Graph, Node, Operand, Value
 from treadle.ir.types import Dim, TensorType
 from treadle.passes.base import NearMiss, Pass, PassReport, Tier
-from treadle.passes.rewrite import Rewriter
+from treadle.passes.rewriter import Rewriter
 
 _POINTWISE = """
 add.Tensor sub.Tensor mul.Tensor div.Tensor neg.default cos.default sin.default exp.default tanh.default
@@ -119,7 +119,7 @@ def _without(state: _State, node: Node) -> Value:
     return state.rewriter.call("aten.reshape.default", source, shape=list(shape), source=node.source).result
 
 
-def _call(state: _State, node: Node, operands: dict[str, Operand], **attrs: Any) -> tuple[Value, ...]:
+def _call(state: _State, node: Node, operands: Mapping[str, Operand], **attrs: Any) -> tuple[Value, ...]:
     merged = {**node.attrs, **attrs}
     return state.rewriter.call(node.op, source=node.source, names=_names(node), **operands, **merged).results
 
@@ -132,7 +132,9 @@ def _pointwise(state: _State, node: Node) -> tuple[Value, ...]:
     rank = len(_shape(node.result))
     if _shape(node.result)[0] != 1:
         raise _Unknown("the result has no leading 1")
-    operands = {name: state.bare(value, rank) for name, value in node.operands.items() if isinstance(value, Value)}
+    operands = {
+        name: state.bare(value, rank) for name, value in node.operands.items() if isinstance(value, Value)
+    }
     return _call(state, node, operands)
 
 
@@ -174,7 +176,9 @@ def _stack(state: _State, node: Node) -> tuple[Value, ...]:
     dim = node.attrs.get("dim", 0) % (rank + 1)
     if dim == 0:
         raise _Unknown("stacks along the leading dimension")
-    return _call(state, node, {"tensors": tuple(state.bare(value, rank) for value in node.inputs())}, dim=dim - 1)
+    return _call(
+        state, node, {"tensors": tuple(state.bare(value, rank) for value in node.inputs())}, dim=dim - 1
+    )
 
 
 def _reshape(state: _State, node: Node) -> tuple[Value, ...]:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from treadle.ir.graph import Graph, Node
 from treadle.ir.ops.registry import get_op
 from treadle.passes.base import Pass, PassReport, Site, Tier
-from treadle.passes.rewrite import Rewriter
+from treadle.passes.rewriter import Rewriter
 
 _RANDOM = ("aten.rand", "aten.bernoulli", "aten.multinomial", "aten.dropout")
 

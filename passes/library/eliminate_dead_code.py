@@ -13,7 +13,7 @@ from typing import ClassVar
 from treadle.ir.graph import Graph
 from treadle.ir.ops.registry import get_op
 from treadle.passes.base import Pass, PassReport, Tier
-from treadle.passes.rewrite import drop_dead
+from treadle.passes.rewriter import drop_dead
 
 
 @dataclass(frozen=True)

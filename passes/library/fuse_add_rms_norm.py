@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from treadle.ir.graph import Graph, Node, Param, Value
 from treadle.passes.base import NearMiss, Pass, PassReport, Site, Tier
-from treadle.passes.rewrite import Rewriter
+from treadle.passes.rewriter import Rewriter
 
 ADD, NORM = "aten.add.Tensor", "rms_norm"
 
@@ -65,7 +65,9 @@ def _fuse(rewriter: Rewriter, add: Node, norm: Node) -> None:
     residual, x = _older_first(left, right)
     names = [norm.result.name, add.result.name]
     weight = norm.operand("weight")
-    call = rewriter.at(add).call("add_rms_norm", x, residual, weight, source=norm.source, names=names, **norm.attrs)
+    call = rewriter.at(add).call(
+        "add_rms_norm", x, residual, weight, source=norm.source, names=names, **norm.attrs
+    )
     rewriter.replace(norm.result, call.results[0])
     rewriter.replace(add.result, call.results[1])
 

@@ -20,10 +20,17 @@ from treadle.ir.graph import Graph, Node, Param, Value
 from treadle.ir.types import TensorType, tensor
 from treadle.ir.weights import Concat
 from treadle.passes.base import NearMiss, Pass, PassReport, Site, Tier
-from treadle.passes.rewrite import Rewriter
+from treadle.passes.rewriter import Rewriter
 
 Users = dict[Value, list[Node]]
-_PER_HEAD = ("aten.reshape.default", "aten.permute.default", "rope", "rms_norm", "aten.to.dtype", "aten.clamp.default")
+_PER_HEAD = (
+    "aten.reshape.default",
+    "aten.permute.default",
+    "rope",
+    "rms_norm",
+    "aten.to.dtype",
+    "aten.clamp.default",
+)
 
 
 class _Fuse(Pass):
@@ -112,7 +119,9 @@ def _fuse(rewriter: Rewriter, group: list[Node], kind: str) -> None:
     has_bias = group[0].operand("bias") is not None
     bias = _concat(rewriter, [node.operand("bias") for node in group], kind) if has_bias else None
     source = group[0].source
-    wide = rewriter.at(group[0]).call("linear", next(group[0].inputs()), weight, bias, source=source, names=[kind])
+    wide = rewriter.at(group[0]).call(
+        "linear", next(group[0].inputs()), weight, bias, source=source, names=[kind]
+    )
     sizes = [node.result.type.shape[-1] for node in group]  # type: ignore[union-attr]
     names = [node.result.name for node in group]
     parts = rewriter.call("split", wide.result, sizes=sizes, dim=-1, source=source, names=names)

@@ -16,7 +16,7 @@ from typing import ClassVar
 from treadle.ir.graph import Graph, Node, Value
 from treadle.ir.types import TensorType
 from treadle.passes.base import NearMiss, Pass, PassReport, Site, Tier
-from treadle.passes.rewrite import Rewriter
+from treadle.passes.rewriter import Rewriter
 
 SLICE = "aten.slice.Tensor"
 
@@ -80,6 +80,8 @@ def _join(rewriter: Rewriter, group: list[Node]) -> None:
     sizes = [end - begin for begin, end in map(_bounds, ordered)]
     names, source = [node.result.name for node in ordered], group[0].source
     dim = group[0].attrs.get("dim", 0)
-    parts = rewriter.at(group[0]).call("split", next(group[0].inputs()), sizes=sizes, dim=dim, source=source, names=names)
+    parts = rewriter.at(group[0]).call(
+        "split", next(group[0].inputs()), sizes=sizes, dim=dim, source=source, names=names
+    )
     for node, part in zip(ordered, parts.results, strict=True):
         rewriter.replace(node.result, part)

@@ -17,7 +17,8 @@ from treadle.ir.types import TensorType, tensor
 from treadle.ir.weights import Transpose
 from treadle.passes.base import Pass, PassReport, Tier
 from treadle.passes.match import bind, op, weight
-from treadle.passes.rewrite import Match, Rewriter, Rule, rewrite
+from treadle.passes.rewrite import Match, Rule, rewrite
+from treadle.passes.rewriter import Rewriter
 
 
 def _build(rewriter: Rewriter, match: Match) -> Value:

@@ -16,7 +16,8 @@ from typing import ClassVar
 from treadle.ir.graph import Graph, Param, Value
 from treadle.passes.base import Pass, PassReport, Tier
 from treadle.passes.match import bind, op
-from treadle.passes.rewrite import Build, Match, Rewriter, Rule, Where, rewrite
+from treadle.passes.rewrite import Build, Match, Rule, Where, rewrite
+from treadle.passes.rewriter import Rewriter
 
 
 def _with(act: str) -> Build:
@@ -47,7 +48,8 @@ _ACTIVATIONS = {
     "relu": op("aten.relu.default", _GATE),
 }
 RULES = tuple(
-    Rule(act, op("aten.mul.Tensor", pattern, bind("up")), _with(act), _WHERE) for act, pattern in _ACTIVATIONS.items()
+    Rule(act, op("aten.mul.Tensor", pattern, bind("up")), _with(act), _WHERE)
+    for act, pattern in _ACTIVATIONS.items()
 )
 
 

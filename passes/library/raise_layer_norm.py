@@ -13,7 +13,8 @@ from typing import ClassVar
 from treadle.ir.graph import Graph, Value
 from treadle.passes.base import Pass, PassReport, Tier
 from treadle.passes.match import Attr, bind, keep, op
-from treadle.passes.rewrite import Match, Rewriter, Rule, rewrite
+from treadle.passes.rewrite import Match, Rule, rewrite
+from treadle.passes.rewriter import Rewriter
 
 _LAST = Attr("one dimension", lambda shape: len(shape) == 1)
 
@@ -46,5 +47,3 @@ class RaiseLayerNorm(Pass):
 
     def run(self, graph: Graph) -> PassReport:
         return rewrite(graph, self.report(), RULES)
-
-

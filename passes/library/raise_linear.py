@@ -14,7 +14,8 @@ from typing import ClassVar
 from treadle.ir.graph import Graph, Value
 from treadle.passes.base import Pass, PassReport, Tier
 from treadle.passes.match import bind, op, weight
-from treadle.passes.rewrite import Match, Rewriter, Rule, rewrite
+from treadle.passes.rewrite import Match, Rule, rewrite
+from treadle.passes.rewriter import Rewriter
 
 
 def _build(rewriter: Rewriter, match: Match) -> Value:

@@ -20,7 +20,8 @@ from treadle.ir.graph import Graph, Value
 from treadle.ir.types import TensorType
 from treadle.passes.base import Pass, PassReport, Tier
 from treadle.passes.match import Attr, OpCall, bind, cast_of, either, keep, op, weight
-from treadle.passes.rewrite import Build, Match, Rewriter, Rule, Where, rewrite
+from treadle.passes.rewrite import Build, Match, Rule, Where, rewrite
+from treadle.passes.rewriter import Rewriter
 
 MUL, ADD, CAST = "aten.mul.Tensor", "aten.add.Tensor", "aten.to.dtype"
 _LAST = Attr("the last dimension only", lambda dims: dims is not None and len(dims) == 1)
@@ -63,7 +64,8 @@ def _with(**attrs: Any) -> Build:
 
 
 def _same_dtype(match: Match) -> bool:
-    return match.root.result.type.dtype == match["x"].type.dtype
+    kinds = match.root.result.type, match["x"].type
+    return len({kind.dtype for kind in kinds if isinstance(kind, TensorType)}) == 1
 
 
 _SAME: Where = ("the result does not have the dtype of the input", _same_dtype)
@@ -72,13 +74,23 @@ _GEMMA_SCALE = either(
     op("aten.add.Scalar", cast_of(weight("w")), other=keep("offset"), shared=True),
 )
 
+_SCALED = op(MUL, _normed(), _GEMMA_SCALE)
+_WEIGHTED = op(MUL, _normed(), cast_of(weight("w")))
+
+
+def _rule(kind: str, pattern: OpCall, build: Build, *where: Where) -> Rule:
+    return Rule(
+        kind, pattern, build, (*_WHERE, *where), anchors=frozenset({"aten.rsqrt.default", "aten.mean.dim"})
+    )
+
+
 RULES = (
-    Rule("gemma", op(CAST, op(MUL, _normed(), _GEMMA_SCALE)), _with(scale_in_f32=True), (*_WHERE, _SAME), near=3),
-    Rule("gemma", op(MUL, _normed(), _GEMMA_SCALE), _with(scale_in_f32=True), (*_WHERE, _SAME), near=3),
-    Rule("f32", op(CAST, op(MUL, _normed(), cast_of(weight("w")))), _with(scale_in_f32=True), (*_WHERE, _SAME), near=3),
-    Rule("llama", op(MUL, cast_of(_normed()), weight("w")), _with(), _WHERE, near=3),
-    Rule("bare", op(CAST, _normed()), _with(), (*_WHERE, _SAME), near=3),
-    Rule("bare", op(MUL, *_normed().operands), _with(), (*_WHERE, _SAME), near=3),
+    _rule("gemma", op(CAST, _SCALED), _with(scale_in_f32=True), _SAME),
+    _rule("gemma", _SCALED, _with(scale_in_f32=True), _SAME),
+    _rule("f32", op(CAST, _WEIGHTED), _with(scale_in_f32=True), _SAME),
+    _rule("llama", op(MUL, cast_of(_normed()), weight("w")), _with()),
+    _rule("bare", op(CAST, _normed()), _with(), _SAME),
+    _rule("bare", op(MUL, *_normed().operands), _with(), _SAME),
 )
 
 

@@ -19,7 +19,8 @@ from treadle.ir.graph import Graph, Node, Value
 from treadle.ir.types import Dim, TensorType
 from treadle.passes.base import Pass, PassReport, Tier
 from treadle.passes.match import OpCall, Pattern, bind, op
-from treadle.passes.rewrite import Build, Match, Rewriter, Rule, Where, rewrite
+from treadle.passes.rewrite import Build, Match, Rule, Where, rewrite
+from treadle.passes.rewriter import Rewriter
 
 ADD, MUL, CAT, SLICE = "aten.add.Tensor", "aten.mul.Tensor", "aten.cat.default", "aten.slice.Tensor"
 
@@ -36,7 +37,9 @@ def _swapped_halves(x: Pattern) -> Pattern:
 def _swapped_pairs(x: Pattern) -> Pattern:
     odd = op(SLICE, x, name="odd", step=2, start=1, end=None)
     even = op(SLICE, x, name="even", step=2, start=None, end=None)
-    return op("aten.reshape.default", op("aten.stack.default", [op("aten.neg.default", odd), even], name="stack"))
+    return op(
+        "aten.reshape.default", op("aten.stack.default", [op("aten.neg.default", odd), even], name="stack")
+    )
 
 
 _HEAD = op(SLICE, bind("x"), name="head", shared=True, step=1)
@@ -89,7 +92,10 @@ def _layout(match: Match) -> str | None:
     return "THD" if cos[1] == 1 and cos[0] == x[0] else None
 
 
-_LAYOUT: Where = ("cos and sin do not broadcast over the heads of [T, H, D] or [H, T, D]", lambda m: bool(_layout(m)))
+_LAYOUT: Where = (
+    "cos and sin do not broadcast over the heads of [T, H, D] or [H, T, D]",
+    lambda m: bool(_layout(m)),
+)
 _HALVES: Where = ("the slices are not the two halves of the rotated features", _halves)
 _PAIRS: Where = ("the slices are not the even and odd features", _pairs)
 _WHOLE: Where = ("cos covers only a part of the features, and the rest is not joined to it", _whole)

@@ -20,7 +20,7 @@ from treadle.ir.graph import Graph, Node, Param, Value
 from treadle.ir.types import T, TensorType, tensor
 from treadle.passes.base import NearMiss, Pass, PassReport, Site, Tier
 from treadle.passes.library.drop_batch_dim import POINTWISE
-from treadle.passes.rewrite import Rewriter
+from treadle.passes.rewriter import Rewriter
 
 ROWS = "logit_rows"
 _LINEARS = ("linear", "aten.linear.default", "aten.mm.default")

@@ -15,9 +15,12 @@ from typing import ClassVar
 from treadle.ir.graph import Graph, Value
 from treadle.passes.base import Pass, PassReport, Tier
 from treadle.passes.match import Attr, bind, op
-from treadle.passes.rewrite import Match, Rewriter, Rule, rewrite
+from treadle.passes.rewrite import Match, Rule, rewrite
+from treadle.passes.rewriter import Rewriter
 
-_KEEPS_LAST = Attr("a reordering that keeps the last dimension", lambda dims: dims[-1] == len(dims) - 1, "dims")
+_KEEPS_LAST = Attr(
+    "a reordering that keeps the last dimension", lambda dims: dims[-1] == len(dims) - 1, "dims"
+)
 _MOVED = op("aten.permute.default", bind("x"), dims=_KEEPS_LAST)
 
 

@@ -59,8 +59,15 @@ _HALVES = """
 """
 
 
-def _rope(tail: str = "  return %add", *, x: str = "3,T", c: str = "1,T", r: int = 8, h: int = 4, q: str = "x") -> str:
-    text = _ROPE + ("  %q: f32[{x},{r}] = aten.slice.Tensor(%x, dim=2, end={r})\n" if q == "q" else "") + _HALVES + tail
+def _rope(
+    tail: str = "  return %add", *, x: str = "3,T", c: str = "1,T", r: int = 8, h: int = 4, q: str = "x"
+) -> str:
+    text = (
+        _ROPE
+        + ("  %q: f32[{x},{r}] = aten.slice.Tensor(%x, dim=2, end={r})\n" if q == "q" else "")
+        + _HALVES
+        + tail
+    )
     return _graph(text.format(x=x, c=c, r=r, h=h, q=q))
 
 
@@ -174,7 +181,12 @@ CASES = [
     Case(
         "drop_batch_dim",
         DropBatchDim(),
-        {"aten.linear.default": 1, "aten.reshape.default": 2, "aten.permute.default": 1, "aten.mul.Tensor": 1},
+        {
+            "aten.linear.default": 1,
+            "aten.reshape.default": 2,
+            "aten.permute.default": 1,
+            "aten.mul.Tensor": 1,
+        },
         _graph(
             """
   input %x: f32[T,8]
@@ -189,45 +201,93 @@ CASES = [
   return %f"""
         ),
     ),
-    Case("raise_rms_norm_llama", RaiseRmsNorm(), {"llama": 1}, _normed(
-        """
+    Case(
+        "raise_rms_norm_llama",
+        RaiseRmsNorm(),
+        {"llama": 1},
+        _normed(
+            """
   %cast: bf16[T,8] = aten.to.dtype(%normed, dtype=bf16)
   %y: bf16[T,8] = aten.mul.Tensor(%w, %cast)   // norm | model.py:5
-  return %y""")),
-    Case("raise_rms_norm_gemma", RaiseRmsNorm(), {"gemma": 1}, _normed(
-        """
+  return %y"""
+        ),
+    ),
+    Case(
+        "raise_rms_norm_gemma",
+        RaiseRmsNorm(),
+        {"gemma": 1},
+        _normed(
+            """
   %w32: f32[8] = aten.to.dtype(%w, dtype=f32)
   %w1: f32[8] = aten.add.Tensor(%w32, other=1.0)
   %scaled: f32[T,8] = aten.mul.Tensor(%normed, %w1)
   %y: bf16[T,8] = aten.to.dtype(%scaled, dtype=bf16)
-  return %y""")),
-    Case("raise_rms_norm_f32_scale", RaiseRmsNorm(), {"f32": 1}, _normed(
-        """
+  return %y"""
+        ),
+    ),
+    Case(
+        "raise_rms_norm_f32_scale",
+        RaiseRmsNorm(),
+        {"f32": 1},
+        _normed(
+            """
   %scaled: f32[T,8] = aten.mul.Tensor(%w, %normed)
   %y: bf16[T,8] = aten.to.dtype(%scaled, dtype=bf16)
-  return %y""")),
-    Case("raise_rms_norm_bare", RaiseRmsNorm(), {"bare": 1}, _normed(
-        """
+  return %y"""
+        ),
+    ),
+    Case(
+        "raise_rms_norm_bare",
+        RaiseRmsNorm(),
+        {"bare": 1},
+        _normed(
+            """
   %y: bf16[T,8] = aten.to.dtype(%normed, dtype=bf16)
-  return %y""")),
-    Case("raise_layer_norm", RaiseLayerNorm(), {"layer_norm": 2}, _graph(
-        """
+  return %y"""
+        ),
+    ),
+    Case(
+        "raise_layer_norm",
+        RaiseLayerNorm(),
+        {"layer_norm": 2},
+        _graph(
+            """
   input %x: f32[T,8]
   param %w: f32[8] = load("w")
   param %b: f32[8] = load("b")
   %y: f32[T,8] = aten.layer_norm.default(%x, %w, %b, normalized_shape=[8], eps=1e-06)   // ln | model.py:2
   %z: f32[T,8] = aten.layer_norm.default(%y, normalized_shape=[8])
-  return %z""")),
+  return %z"""
+        ),
+    ),
     Case("raise_rope_halves", RaiseRope(), {"halves": 1}, _rope()),
     Case("raise_rope_tokens_first", RaiseRope(), {"halves": 1}, _rope(x="T,3", c="T,1")),
-    Case("raise_rope_partial", RaiseRope(), {"partial": 1}, _rope(
-        """
+    Case(
+        "raise_rope_partial",
+        RaiseRope(),
+        {"partial": 1},
+        _rope(
+            """
   %tail: f32[{x},4] = aten.slice.Tensor(%x, dim=2, start=4)
   %y: f32[{x},8] = aten.cat.default([%add, %tail], dim=2)
-  return %y""", r=4, h=2, q="q")),
-    Case("raise_rope_interleaved", RaiseRope(), {"interleaved": 1}, _graph(_PAIRS.format(x="3,T", c="1,T", r=8))),
-    Case("raise_linear", RaiseLinear(), {"linear": 3}, _graph(
-        """
+  return %y""",
+            r=4,
+            h=2,
+            q="q",
+        ),
+    ),
+    Case(
+        "raise_rope_interleaved",
+        RaiseRope(),
+        {"interleaved": 1},
+        _graph(_PAIRS.format(x="3,T", c="1,T", r=8)),
+    ),
+    Case(
+        "raise_linear",
+        RaiseLinear(),
+        {"linear": 3},
+        _graph(
+            """
   input %x: f32[T,8]
   param %w: f32[6,8] = load("w")
   param %b: f32[6] = load("b")
@@ -235,154 +295,302 @@ CASES = [
   %z: f32[T,6] = aten.linear.default(%x, %w)
   %t: f32[8,6] = aten.permute.default(%w, dims=[1, 0])
   %u: f32[T,6] = aten.matmul.default(%x, %t)
-  return %y, %z, %u""")),
-    Case("raise_addmm", RaiseAddmm(), {"addmm": 1, "matmul": 1}, _graph(
-        """
+  return %y, %z, %u"""
+        ),
+    ),
+    Case(
+        "raise_addmm",
+        RaiseAddmm(),
+        {"addmm": 1, "matmul": 1},
+        _graph(
+            """
   input %x: f32[T,8]
   param %c.weight: f32[8,6] = load("w")
   param %c.bias: f32[6] = load("b")
   param %d.weight: f32[6,4] = load("v")
   %y: f32[T,6] = aten.addmm.default(%c.bias, %x, %c.weight)   // c | pytorch_utils.py:100
   %z: f32[T,4] = aten.mm.default(%y, %d.weight)
-  return %z""")),
-    Case("raise_embedding", RaiseEmbedding(), {"embedding": 1}, _graph(
-        """
+  return %z"""
+        ),
+    ),
+    Case(
+        "raise_embedding",
+        RaiseEmbedding(),
+        {"embedding": 1},
+        _graph(
+            """
   input %ids: i64[T]
   param %table: f32[32,8] = load("table")
   %h: f32[T,8] = aten.embedding.default(%table, %ids, padding_idx=0)
-  return %h""")),
+  return %h"""
+        ),
+    ),
     Case("raise_gated_act_silu", RaiseGatedAct(), {"silu": 1}, _gated("silu")),
     Case("raise_gated_act_gelu", RaiseGatedAct(), {"gelu": 1}, _gated("gelu")),
-    Case("raise_gated_act_gelu_tanh", RaiseGatedAct(), {"gelu_tanh": 1}, _gated("gelu", ", approximate='tanh'")),
+    Case(
+        "raise_gated_act_gelu_tanh", RaiseGatedAct(), {"gelu_tanh": 1}, _gated("gelu", ", approximate='tanh'")
+    ),
     Case("raise_gated_act_relu", RaiseGatedAct(), {"relu": 1}, _gated("relu")),
-    Case("sink_permutes", SinkPermutes(), {"rms_norm": 1, "cast": 1}, _graph(
-        """
+    Case(
+        "sink_permutes",
+        SinkPermutes(),
+        {"rms_norm": 1, "cast": 1},
+        _graph(
+            """
   input %x: f32[T,3,8]
   param %w: f32[8] = load("w")
   %p: f32[3,T,8] = aten.permute.default(%x, dims=[1, 0, 2])
   %n: f32[3,T,8] = rms_norm(%p, %w, eps=1e-06, offset=1.0)   // q_norm | model.py:8
   %q: f32[3,T,8] = aten.permute.default(%x, dims=[1, 0, 2])
   %c: bf16[3,T,8] = aten.to.dtype(%q, dtype=bf16)
-  return %n, %c""")),
-    Case("join_slices", JoinSlices(), {"split": 1}, _graph(
-        """
+  return %n, %c"""
+        ),
+    ),
+    Case(
+        "join_slices",
+        JoinSlices(),
+        {"split": 1},
+        _graph(
+            """
   input %x: f32[T,16]
   %v: f32[T,4] = aten.slice.Tensor(%x, dim=1, start=12)
   %q: f32[T,8] = aten.slice.Tensor(%x, dim=1, end=8)   // attn | model.py:3
   %k: f32[T,4] = aten.slice.Tensor(%x, dim=1, start=8, end=12)
-  return %q, %k, %v""")),
-    Case("fuse_add_rms_norm", FuseAddRmsNorm(), {"add_rms_norm": 1}, _graph(
-        _RESIDUAL.format(alpha="") + "  %z: f32[T,8] = aten.add.Tensor(%s, %y)\n  return %z")),
+  return %q, %k, %v"""
+        ),
+    ),
+    Case(
+        "fuse_add_rms_norm",
+        FuseAddRmsNorm(),
+        {"add_rms_norm": 1},
+        _graph(_RESIDUAL.format(alpha="") + "  %z: f32[T,8] = aten.add.Tensor(%s, %y)\n  return %z"),
+    ),
     Case("fuse_qkv", FuseQkv(), {"qkv": 1}, _graph(_QKV.format(kb=", %a.k.bias"))),
     Case("fuse_gate_up", FuseGateUp(), {"gate_up": 1}, _graph(_GATE_UP + "  return %y")),
-    Case("eliminate_common_subexpressions", EliminateCommonSubexpressions(), {"aten.neg.default": 1, "aten.add.Tensor": 1},
-         _graph(
-        """
+    Case(
+        "eliminate_common_subexpressions",
+        EliminateCommonSubexpressions(),
+        {"aten.neg.default": 1, "aten.add.Tensor": 1},
+        _graph(
+            """
   input %x: f32[T,8]
   %a: f32[T,8] = aten.neg.default(%x)
   %b: f32[T,8] = aten.neg.default(%x)
   %c: f32[T,8] = aten.add.Tensor(%a, other=1.0)
   %d: f32[T,8] = aten.add.Tensor(%b, other=1.0)
   %e: f32[T,8] = aten.add.Tensor(%b, other=2.0)
-  return %c, %d, %e""")),
-    Case("eliminate_dead_code", EliminateDeadCode(), {"nodes": 2, "params": 1}, _graph(
-        """
+  return %c, %d, %e"""
+        ),
+    ),
+    Case(
+        "eliminate_dead_code",
+        EliminateDeadCode(),
+        {"nodes": 2, "params": 1},
+        _graph(
+            """
   input %x: f32[T,8]
   param %w: f32[8] = load("w")
   %a: f32[T,8] = aten.mul.Tensor(%x, %w)
   %b: f32[T,8] = aten.neg.default(%a)
   %c: f32[T,8] = aten.neg.default(%x)
-  return %c""")),
+  return %c"""
+        ),
+    ),
     Case("select_logit_rows", SelectLogitRows(), {"select_rows": 1}, _graph(_LOGITS + "  return %mul")),
 ]
 
 REFUSALS = [
-    Refusal("a reshape that changes the shape stays", Canonicalise(), "", _graph(
-        """
+    Refusal(
+        "a reshape that changes the shape stays",
+        Canonicalise(),
+        "",
+        _graph(
+            """
   input %x: f32[T,8]
   %a: f32[T,2,4] = aten.reshape.default(%x, shape=[T, 2, 4])
-  return %a""")),
-    Refusal("work along the batch dimension", DropBatchDim(), "works along the leading dimension", _graph(
-        """
+  return %a"""
+        ),
+    ),
+    Refusal(
+        "work along the batch dimension",
+        DropBatchDim(),
+        "works along the leading dimension",
+        _graph(
+            """
   input %x: f32[T,8]
   %a: f32[1,T,8] = aten.reshape.default(%x, shape=[1, T, 8])
   %c: f32[2,T,8] = aten.cat.default([%a, %a])
-  return %c""")),
-    Refusal("norm over the wrong dimension", RaiseRmsNorm(), "dim must be the last dimension only", _normed(
-        "  %y: f32[T,8] = aten.mul.Tensor(%w, %normed)\n  return %y", dtype="f32").replace(
-        "f32[T,1] = aten.mean.dim(%pow, dim=[-1]", "f32[1,1] = aten.mean.dim(%pow, dim=[0, 1]").replace(
-        "%add: f32[T,1]", "%add: f32[1,1]").replace("%rsqrt: f32[T,1]", "%rsqrt: f32[1,1]")),
-    Refusal("the normed value is read elsewhere", RaiseRmsNorm(), "%rsqrt is also used by", _normed(
-        """
+  return %c"""
+        ),
+    ),
+    Refusal(
+        "norm over the wrong dimension",
+        RaiseRmsNorm(),
+        "dim must be the last dimension only",
+        _normed("  %y: f32[T,8] = aten.mul.Tensor(%w, %normed)\n  return %y", dtype="f32")
+        .replace("f32[T,1] = aten.mean.dim(%pow, dim=[-1]", "f32[1,1] = aten.mean.dim(%pow, dim=[0, 1]")
+        .replace("%add: f32[T,1]", "%add: f32[1,1]")
+        .replace("%rsqrt: f32[T,1]", "%rsqrt: f32[1,1]"),
+    ),
+    Refusal(
+        "the normed value is read elsewhere",
+        RaiseRmsNorm(),
+        "%rsqrt is also used by",
+        _normed(
+            """
   %y: f32[T,8] = aten.mul.Tensor(%w, %normed)
   %other: f32[T,1] = aten.neg.default(%rsqrt)
-  return %y, %other""", dtype="f32")),
-    Refusal("a norm over two dimensions", RaiseLayerNorm(), "normalized_shape must be one dimension", _graph(
-        """
+  return %y, %other""",
+            dtype="f32",
+        ),
+    ),
+    Refusal(
+        "a norm over two dimensions",
+        RaiseLayerNorm(),
+        "normalized_shape must be one dimension",
+        _graph(
+            """
   input %x: f32[T,4,8]
   %y: f32[T,4,8] = aten.layer_norm.default(%x, normalized_shape=[4, 8])
-  return %y""")),
-    Refusal("slices that are not halves", RaiseRope(), "not the two halves", _rope().replace(
-        "low: f32[3,T,4] = aten.slice.Tensor(%x, dim=2, end=4)",
-        "low: f32[3,T,4] = aten.slice.Tensor(%x, dim=2, start=1, end=5)")),
-    Refusal("a sign is missing", RaiseRope(), "expected aten.neg.default", _rope().replace("neg.default", "abs.default")),
-    Refusal("a product of computed values", RaiseLinear(), "'w' must be a parameter", _graph(
-        """
+  return %y"""
+        ),
+    ),
+    Refusal(
+        "slices that are not halves",
+        RaiseRope(),
+        "not the two halves",
+        _rope().replace(
+            "low: f32[3,T,4] = aten.slice.Tensor(%x, dim=2, end=4)",
+            "low: f32[3,T,4] = aten.slice.Tensor(%x, dim=2, start=1, end=5)",
+        ),
+    ),
+    Refusal(
+        "a sign is missing",
+        RaiseRope(),
+        "expected aten.neg.default",
+        _rope().replace("neg.default", "abs.default"),
+    ),
+    Refusal(
+        "a product of computed values",
+        RaiseLinear(),
+        "'w' must be a parameter",
+        _graph(
+            """
   input %x: f32[T,8]
   input %y: f32[6,8]
   %z: f32[T,6] = aten.linear.default(%x, %y)
-  return %z""")),
-    Refusal("a scaled product", RaiseAddmm(), "alpha must be 1", _graph(
-        """
+  return %z"""
+        ),
+    ),
+    Refusal(
+        "a scaled product",
+        RaiseAddmm(),
+        "alpha must be 1",
+        _graph(
+            """
   input %x: f32[T,8]
   param %w: f32[8,6] = load("w")
   param %b: f32[6] = load("b")
   %y: f32[T,6] = aten.addmm.default(%b, %x, %w, alpha=2)
-  return %y""")),
-    Refusal("a computed table", RaiseEmbedding(), "'table' must be a parameter", _graph(
-        """
+  return %y"""
+        ),
+    ),
+    Refusal(
+        "a computed table",
+        RaiseEmbedding(),
+        "'table' must be a parameter",
+        _graph(
+            """
   input %ids: i64[T]
   input %table: f32[32,8]
   %h: f32[T,8] = aten.embedding.default(%table, %ids)
-  return %h""")),
-    Refusal("an activation times a weight", RaiseGatedAct(), "gate and up differ in type", _graph(
-        """
+  return %h"""
+        ),
+    ),
+    Refusal(
+        "an activation times a weight",
+        RaiseGatedAct(),
+        "gate and up differ in type",
+        _graph(
+            """
   input %x: f32[T,8]
   param %w: f32[8] = load("w")
   %a: f32[T,8] = aten.silu.default(%x)
   %y: f32[T,8] = aten.mul.Tensor(%a, %w)
-  return %y""")),
-    Refusal("a permute of the last dimension", SinkPermutes(), "a reordering that keeps the last dimension", _graph(
-        """
+  return %y"""
+        ),
+    ),
+    Refusal(
+        "a permute of the last dimension",
+        SinkPermutes(),
+        "a reordering that keeps the last dimension",
+        _graph(
+            """
   input %x: f32[T,3,8]
   %p: f32[T,8,3] = aten.permute.default(%x, dims=[0, 2, 1])
   %n: f32[T,8,3] = rms_norm(%p, eps=1e-06)
-  return %n""")),
-    Refusal("slices that leave a gap", JoinSlices(), "one begins at 12, expected 8", _graph(
-        """
+  return %n"""
+        ),
+    ),
+    Refusal(
+        "slices that leave a gap",
+        JoinSlices(),
+        "one begins at 12, expected 8",
+        _graph(
+            """
   input %x: f32[T,16]
   %q: f32[T,8] = aten.slice.Tensor(%x, dim=1, end=8)
   %v: f32[T,4] = aten.slice.Tensor(%x, dim=1, start=12)
-  return %q, %v""")),
-    Refusal("a sum with a factor", FuseAddRmsNorm(), "the sum has a factor", _graph(
-        _RESIDUAL.format(alpha=", alpha=2") + "  return %y")),
-    Refusal("a missing bias", FuseQkv(), "some have none", _graph(_QKV.format(kb="")).replace(
-        '  param %a.k.bias: f32[4] = load("kb")\n', "")),
-    Refusal("a shared weight", FuseGateUp(), "%m.up.weight is read by another node", _graph(
-        _GATE_UP + "  %again: f32[T,6] = linear(%x, %m.up.weight)\n  return %y, %again")),
-    Refusal("different attributes", EliminateCommonSubexpressions(), "", _graph(
-        """
+  return %q, %v"""
+        ),
+    ),
+    Refusal(
+        "a sum with a factor",
+        FuseAddRmsNorm(),
+        "the sum has a factor",
+        _graph(_RESIDUAL.format(alpha=", alpha=2") + "  return %y"),
+    ),
+    Refusal(
+        "a missing bias",
+        FuseQkv(),
+        "some have none",
+        _graph(_QKV.format(kb="")).replace('  param %a.k.bias: f32[4] = load("kb")\n', ""),
+    ),
+    Refusal(
+        "a shared weight",
+        FuseGateUp(),
+        "%m.up.weight is read by another node",
+        _graph(_GATE_UP + "  %again: f32[T,6] = linear(%x, %m.up.weight)\n  return %y, %again"),
+    ),
+    Refusal(
+        "different attributes",
+        EliminateCommonSubexpressions(),
+        "",
+        _graph(
+            """
   input %x: f32[T,8]
   %a: f32[T,8] = aten.add.Tensor(%x, other=1)
   %b: f32[T,8] = aten.add.Tensor(%x, other=1.0)
-  return %a, %b""")),
-    Refusal("attention writes the cache", EliminateDeadCode(), "", _graph(
-        """
+  return %a, %b"""
+        ),
+    ),
+    Refusal(
+        "attention writes the cache",
+        EliminateDeadCode(),
+        "",
+        _graph(
+            """
   input %x: f32[T,2,4]
   input %kv.0: kv<2,4>
   input %batch: batch
   %o: f32[T,2,4] = attention(%x, %x, %x, %kv.0, %batch, layer=0, scale=0.5)
-  return %x""")),
-    Refusal("rows are selected already", SelectLogitRows(), "", _graph(
-        _LOGITS.replace("  param %w", "  input %logit_rows: i64[T]\n  param %w") + "  return %mul")),
+  return %x"""
+        ),
+    ),
+    Refusal(
+        "rows are selected already",
+        SelectLogitRows(),
+        "",
+        _graph(_LOGITS.replace("  param %w", "  input %logit_rows: i64[T]\n  param %w") + "  return %mul"),
+    ),
 ]

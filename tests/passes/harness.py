@@ -108,7 +108,9 @@ def outputs(graph: Graph, weights: Weights, inputs: dict[str, Any]) -> tuple[tor
 
 
 def split_outputs(program: SplitGraph, weights: Weights, inputs: dict[str, Any]) -> torch.Tensor:
-    named = {param.name: tensor for param, tensor in zip(program.params, weights.of(program.params), strict=True)}
+    named = {
+        param.name: tensor for param, tensor in zip(program.params, weights.of(program.params), strict=True)
+    }
     return run_split(program, inputs, named)[0]
 
 

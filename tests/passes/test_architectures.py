@@ -59,7 +59,14 @@ def test_program_equals_traced_graph(architecture: str, level: int) -> None:
 def test_bfloat16(architecture: str) -> None:
     """In bfloat16 the same patterns match (casts are in other places) and the logits agree within tolerance."""
     stages = compiled(architecture, "bf16")
-    names = ("raise_rms_norm", "raise_rope", "raise_gated_act", "fuse_add_rms_norm", "fuse_qkv", "fuse_gate_up")
+    names = (
+        "raise_rms_norm",
+        "raise_rope",
+        "raise_gated_act",
+        "fuse_add_rms_norm",
+        "fuse_qkv",
+        "fuse_gate_up",
+    )
     wanted = {r.name: r.matched for r in compiled(architecture).reports if r.name in names}
     assert {r.name: r.matched for r in stages.reports if r.name in names} == wanted
     weights, inputs = Weights(stages.traced), example_inputs(stages.traced)
@@ -95,7 +102,9 @@ def test_every_stage_is_text_that_parses_back(architecture: str) -> None:
     """Printing, parsing and printing again gives the same text, for graphs and for programs."""
     stages = compiled(architecture)
     for name, text in stages.texts().items():
-        again = print_split(parse_split(text)) if name in ("split", "unified") else print_graph(parse_graph(text))
+        again = (
+            print_split(parse_split(text)) if name in ("split", "unified") else print_graph(parse_graph(text))
+        )
         assert again == text, name
 
 
@@ -135,7 +144,9 @@ def test_windows_and_soft_caps_reach_the_steps() -> None:
     steps = [step for step in program_steps(unified) if step.op == "attention"]
     assert [layer.window for layer in kv_layers(unified)] == [8, None, 8]
     assert {step.attrs["softcap"] for step in steps} == {5.0}
-    assert {(s.attrs["num_heads"], s.attrs["num_kv_heads"], s.attrs["head_size"]) for s in steps} == {(4, 2, 32)}
+    assert {(s.attrs["num_heads"], s.attrs["num_kv_heads"], s.attrs["head_size"]) for s in steps} == {
+        (4, 2, 32)
+    }
 
 
 def test_operands_of_other_op_steps_are_named() -> None:

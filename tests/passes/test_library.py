@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from tests.passes.cases import CASES, REFUSALS
-from tests.passes.harness import TOKENS, Case, Refusal, Weights, apply, assert_same, example_inputs, outputs
+from tests.passes.harness import Case, Refusal, Weights, apply, assert_same, example_inputs, outputs
 from treadle.ir.text import parse_graph, print_graph
 from treadle.passes.pipeline import clean_passes, fuse_passes, last_passes, raise_passes
 
@@ -35,7 +37,6 @@ def test_outputs_are_kept(case: Case) -> None:
     after, _ = apply(case.step, case.before)
     everything = {**example_inputs(after), **inputs}
     wanted, given = outputs(before, weights, inputs), outputs(after, weights, everything)
-    assert TOKENS == len(everything.get("logit_rows", range(TOKENS)))
     for one, other in zip(wanted, given, strict=True):
         assert_same(one, other, exact=case.step.tier == "exact")
 
@@ -47,7 +48,9 @@ def test_refusals_say_why(refusal: Refusal) -> None:
     assert report.matched == 0, report.counts
     assert print_graph(graph) == print_graph(parse_graph(refusal.before))
     reasons = [miss.predicate for miss in report.near_misses]
-    assert bool(reasons) == bool(refusal.reason) and any(refusal.reason in reason for reason in reasons or [""])
+    assert bool(reasons) == bool(refusal.reason) and any(
+        refusal.reason in reason for reason in reasons or [""]
+    )
 
 
 def test_every_pass_has_a_case_and_a_refusal() -> None:
@@ -58,8 +61,7 @@ def test_every_pass_has_a_case_and_a_refusal() -> None:
 
 def test_every_pass_is_documented_with_a_sketch() -> None:
     """The docstring of each pass's file draws the graph before and after and says what it leaves alone."""
-    import sys
-
     for step in {type(case.step) for case in CASES}:
         text = sys.modules[step.__module__].__doc__ or ""
-        assert "->" in text and "xact" in text or "hanging" in text, step.__module__
+        tier = "Exact" if step.tier == "exact" else "Changing"
+        assert "->" in text and tier in text, step.__module__

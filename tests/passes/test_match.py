@@ -10,7 +10,8 @@ from treadle.ir.types import DTYPES
 from treadle.ir.verify import verify
 from treadle.passes.base import PassReport
 from treadle.passes.match import Attr, Env, OpCall, Trail, bind, cast_of, keep, op, weight
-from treadle.passes.rewrite import Match, Rewriter, Rule, rewrite
+from treadle.passes.rewrite import Match, Rule, rewrite
+from treadle.passes.rewriter import Rewriter
 
 TEXT = """graph @g(T in 1..8) {
   input %x: f32[T,4]
@@ -39,15 +40,24 @@ def test_operands_commute() -> None:
 def test_attributes_bind_and_test() -> None:
     """An attribute is compared, tested with words, or bound; its schema default counts if it is left out."""
     assert _match(op("aten.add.Tensor", bind("x"), None, other=keep("k"), alpha=1), "add")[0]["k"] == 2.0  # type: ignore[index]
-    bound, trail = _match(op("aten.add.Tensor", bind("x"), None, other=Attr("below 1", lambda v: v < 1)), "add")
+    bound, trail = _match(
+        op("aten.add.Tensor", bind("x"), None, other=Attr("below 1", lambda v: v < 1)), "add"
+    )
     assert bound is None and trail.predicate == "aten.add.Tensor: other must be below 1, is 2.0"
 
 
 def test_the_trail_names_the_furthest_stop() -> None:
     """Of two failures the one after more matched nodes is kept, at the node that was found instead."""
-    pattern = op("aten.add.Tensor", op("aten.mul.Tensor", weight("w"), op("aten.abs.default", bind("x"))), None)
+    pattern = op(
+        "aten.add.Tensor", op("aten.mul.Tensor", weight("w"), op("aten.abs.default", bind("x"))), None
+    )
     bound, trail = _match(pattern, "add")
-    assert bound is None and trail.matched == 2 and trail.node is not None and trail.node.results[0].name == "neg"
+    assert (
+        bound is None
+        and trail.matched == 2
+        and trail.node is not None
+        and trail.node.results[0].name == "neg"
+    )
     assert trail.predicate == "expected aten.abs.default, found aten.neg.default"
 
 

@@ -43,7 +43,7 @@ def test_deep_graph_keeps_outputs() -> None:
 
 
 def test_pipeline_time_is_linear() -> None:
-    """Sixty layers take less than four times what twenty take, and thirty stay below three seconds."""
+    """Forty-five layers take less than six times what fifteen take (a quadratic pass would make it nine)."""
 
     def seconds(layers: int) -> float:
         graph = deepen(traced("llama"), layers)
@@ -52,15 +52,17 @@ def test_pipeline_time_is_linear() -> None:
         return time.process_time() - begin
 
     seconds(3)
-    shallow, deep = min(seconds(20) for _ in range(2)), min(seconds(60) for _ in range(2))
-    assert deep < 4 * shallow + 0.2, (shallow, deep)
+    shallow, deep = min(seconds(15) for _ in range(2)), min(seconds(45) for _ in range(2))
+    assert deep < 6 * shallow, (shallow, deep)
     assert seconds(30) < 3
 
 
 def test_angles_are_computed_once() -> None:
     """cos and sin are made in the first piece and passed to the others."""
     unified = _unified(4)
-    having = [name for name, piece in unified.pieces.items() if any(n.op == "aten.cos.default" for n in piece.nodes)]
+    having = [
+        name for name, piece in unified.pieces.items() if any(n.op == "aten.cos.default" for n in piece.nodes)
+    ]
     assert having == ["first"]
 
 
@@ -105,7 +107,7 @@ def test_split_of_a_small_graph() -> None:
 def test_text_of_a_program() -> None:
     """A shared piece prints once, with arguments for weights; the calls say what they pass."""
     text = print_split(unify(split(parse_graph(_TWO))))
-    assert text.count("graph @first") == 1 and 'param %a: f32[4] = argument(position=0)' in text
+    assert text.count("graph @first") == 1 and "param %a: f32[4] = argument(position=0)" in text
     assert "%n: f32[T,2,4] = piece first(%o; %b)" in text
     assert print_split(parse_split(text)) == text
 
