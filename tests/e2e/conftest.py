@@ -26,7 +26,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def bundle(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """SmolLM2-135M-Instruct in float32, compiled once for the whole run."""
     output = tmp_path_factory.mktemp("bundles") / "smollm2.bundle"
-    return Path(treadle.compile("smollm2", output=output, store=store, dtype="f32"))
+    return Path(treadle.compile("smollm2", output=output, store=store, dtype="float32"))
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ class Reference:
 
         from treadle.ir.source import open_source
 
-        path = open_source("smollm2").path
+        path = Path(open_source("smollm2").location)
         load = {"gguf_file": path.name}
         model = AutoModelForCausalLM.from_pretrained(
             path.parent, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32, **load

@@ -23,7 +23,7 @@ def test_greedy_tokens_equal_transformers(name: str, level: int, tmp_path: Path,
     lengths = (1, 2, 7, 19, 40)
     vocabulary = model.config.get_text_config().vocab_size
     prompts = [torch.randint(3, vocabulary, (length,), generator=generator).tolist() for length in lengths]
-    with LLM(str(tmp_path / "model"), dtype="f32", store=store, optimization_level=level, max_num_seqs=8) as llm:
+    with LLM(str(tmp_path / "model"), dtype="float32", store=store, optimization_level=level, max_num_seqs=8) as llm:
         outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True))
     reference = Reference(model)
     for prompt, output in zip(prompts, outputs, strict=True):
