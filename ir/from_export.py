@@ -26,7 +26,7 @@ from treadle.ir.graph import Graph, Node, Operand, Param, Value
 from treadle.ir.infer import infer
 from treadle.ir.ops.registry import get_op
 from treadle.ir.trace_source import node_source
-from treadle.ir.types import DType, T, TensorType, simplify, tensor
+from treadle.ir.types import DType, T, TensorType, Type, simplify, tensor
 from treadle.ir.weights import Literal, Recipe
 
 _DROPPED_ATTRS = {"device", "layout", "memory_format", "pin_memory", "non_blocking", "copy", "requires_grad"}
@@ -88,9 +88,14 @@ def convert(
 ) -> Graph:
     """The IR graph of `program`. `resolve` gives a traced parameter its graph name and recipe.
 
-    Raises TraceError for an op that the IR cannot hold, with its place in the model source.
+    Raises TraceError for what the IR cannot hold and for values that depend on the other tokens of the batch.
     """
     context = Context(Graph(name, tokens=tokens), _symbol(program), prefix)
+    if program.graph_signature.buffers_to_mutate:
+        changed = ", ".join(program.graph_signature.buffers_to_mutate.values()).replace(prefix, "")
+        raise TraceError(
+            f"the model changes its own buffers while it runs ({changed}); a graph has no such state"
+        )
     program.graph.eliminate_dead_code()
     _bind_inputs(program, context, input_names, resolve)
     context.graph.outputs = list(_convert_nodes(program.graph, program.graph_module, context))
@@ -128,6 +133,8 @@ def _bind_inputs(
         if spec.kind == InputKind.CONSTANT_TENSOR:
             path, constant = str(spec.target), program.constants[str(spec.target)]
             assert isinstance(constant, torch.Tensor)
+            if constant.is_meta:
+                raise TraceError(f"the tensor {path}, made while tracing, has no values on the meta device")
             recipe: Recipe = Literal.of(constant)
         else:
             path, recipe = resolve(str(spec.target).removeprefix(context.prefix))
@@ -279,11 +286,24 @@ def _emit(node: fx.Node, context: Context, op: str, arguments: dict[str, Any]) -
     attrs = normal_attrs(op, {name: value for name, value in arguments.items() if name not in operands})
     made = Node(op, operands, attrs, source=node_source(node, context.prefix))
     types = infer(op, operands, attrs)
+    if why := _mixes_tokens(made, types):
+        raise _unsupported(node, context, f"{op} {why}; tokens of one step may belong to different requests")
     hint = node.name.rstrip("0123456789").rstrip("_") or node.name
     made.results = tuple(Value(context.name(hint), kind, made) for kind in types)
     context.graph.nodes.append(made)
     many = isinstance(node.meta.get("val"), tuple | list)
     return made.results if many else made.results[0]
+
+
+def _mixes_tokens(node: Node, results: tuple[Type, ...]) -> str:
+    """Why a call outside attention lets tokens see one another, judged by its sizes; '' if it does not."""
+    if ".new_" in node.op:
+        return ""  # takes only a dtype from its operand
+    sizes = [kind for kind in results if isinstance(kind, TensorType)]
+    if any(sum(not isinstance(dim, int) for dim in kind.shape) > 1 for kind in sizes):
+        return "pairs tokens with tokens outside the attention interface"
+    given = any(isinstance(value.type, TensorType) and value.type.symbolic for value in node.inputs())
+    return "reduces over the tokens" if given and not any(kind.symbolic for kind in sizes) else ""
 
 
 def _unsupported(node: fx.Node, context: Context, what: str) -> TraceError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -101,11 +102,23 @@ def _export(wrapper: nn.Module, model: nn.Module, architecture: str, max_tokens:
     device = next((p.device for p in model.parameters()), torch.device("meta"))
     example = tuple(torch.zeros(_EXAMPLE_TOKENS, dtype=torch.int64, device=device) for _ in range(2))
     tokens = torch.export.Dim("T", min=1, max=max_tokens)
-    with torch.no_grad(), _explained(model, architecture):
+    with torch.no_grad(), _explained(model, architecture), _uncollected():
         program = torch.export.export(
             wrapper, example, dynamic_shapes=({0: tokens}, {0: tokens}), strict=False
         )
         return program.run_decompositions({}) if needs_functionalization(program.graph) else program
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """No garbage collection for a while: export keeps what it makes, and looking for garbage takes a fifth of it."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @contextmanager
@@ -162,9 +175,13 @@ def _check_attention(notes: Notes, model: nn.Module, architecture: str) -> None:
     layers = getattr(config, "num_hidden_layers", None)
     if layers is None and notes.layers:
         return
-    if len(notes.layers) != (layers or 1):
+    if layers is None:
         raise TraceError(
-            f"{architecture} has {layers or 'some'} layers but {len(notes.layers)} of them call the attention interface "
+            f"{architecture} never calls treadle.ir.trace_interfaces.attend, so it has no KV cache to serve"
+        )
+    if len(notes.layers) != layers:
+        raise TraceError(
+            f"{architecture} has {layers} layers but {len(notes.layers)} of them call the attention interface "
             f"of transformers{_attention_class(model)}. Attention that bypasses the interface, and layers that keep "
             "another state than keys and values, cannot be served; a dense fallback would be wrong for batches"
         )

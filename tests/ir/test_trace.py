@@ -162,3 +162,56 @@ def test_quantized_checkpoint_is_refused(llama: tuple[Path, Any]) -> None:
     source.config.quantization_config = {"quant_method": "gptq"}
     with pytest.raises(ModelError, match="gptq"):
         trace(source)
+
+
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        (
+            {"rope_type": "dynamic", "factor": 4.0},
+            r"depends on the values of a tensor.*modeling_rope_utils\.py:\d+",
+        ),
+        (
+            {
+                "rope_type": "longrope",
+                "short_factor": [1.0] * 8,
+                "long_factor": [2.0] * 8,
+                "original_max_position_embeddings": 64,
+            },
+            "(?s)changes its own buffers|reduces over the tokens",
+        ),
+    ],
+)
+def test_frequencies_that_depend_on_the_batch_are_refused(rope: dict[str, Any], message: str) -> None:
+    """Rotary scalings that look at the longest position would let one request change another's numbers."""
+    model = make_model("llama", rope_parameters={"rope_theta": 1e4, **rope})
+    with pytest.raises(TraceError, match=message):
+        trace(open_source(model))
+
+
+class Mixing(nn.Module):
+    """Lets all tokens of a step see one another: the requests of a batch would, too."""
+
+    def __init__(self, by_mean: bool):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 16)
+        self.by_mean = by_mean
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        x = x + attend(*[x.unflatten(-1, (2, 8))] * 3, layer=0).flatten(1)
+        x = x - x.mean(0) if self.by_mean else x @ x.T @ x
+        return x @ self.embed.weight.T
+
+
+@pytest.mark.parametrize(
+    ("by_mean", "message"), [(True, "reduces over the tokens"), (False, "pairs tokens with tokens")]
+)
+def test_tokens_may_meet_in_attention_only(by_mean: bool, message: str) -> None:
+    with pytest.raises(TraceError, match=rf"{message}.*test_trace\.py:\d+"):
+        trace(open_source(Mixing(by_mean)))
+
+
+def test_module_without_attention_is_refused() -> None:
+    with pytest.raises(TraceError, match="never calls"):
+        trace(open_source(Plain(layers=())))
