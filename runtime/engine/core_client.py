@@ -57,6 +57,9 @@ class InprocClient:
     """Calls a core in this process."""
 
     def __init__(self, config: EngineConfig):
+        from treadle.runtime.executor.threads import wait_passively
+
+        wait_passively()
         from treadle.runtime.engine.core import EngineCore
 
         self.core: EngineCore = EngineCore(config)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 import signal
 import sys
 import threading
@@ -195,10 +198,22 @@ class LLM:
 
 
 def _compiled(model: str | Path, settings: dict[str, Any]) -> Path:
-    """The bundle of a model, compiled unless the store has it."""
-    from treadle.codegen.compile import compile
+    """A bundle of the model, beside the store; what the store already holds is not compiled again."""
+    from treadle.codegen.compile import compile, default_output
+    from treadle.codegen.store_location import default_store_root
 
-    return Path(compile(str(model), **settings))
+    if "output" not in settings:
+        root = Path(settings.get("store") or default_store_root(os.environ))
+        folder = root.parent / "bundles" / _settings_name(settings)
+        folder.mkdir(parents=True, exist_ok=True)
+        settings = {**settings, "output": folder / default_output(model), "force": True}
+    return Path(compile(model, **settings))
+
+
+def _settings_name(settings: dict[str, Any]) -> str:
+    """A folder name for these settings, so that two of a model do not replace each other's bundle."""
+    text = json.dumps({name: str(value) for name, value in settings.items() if name != "store"}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _check_dtype(dtype: str, bundle: Bundle) -> None:

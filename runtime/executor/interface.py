@@ -61,9 +61,11 @@ class Executor(ABC):
     @property
     def supported_tasks(self) -> list[str]:
         """What the model can be asked for, such as "generate"; asked of the workers once."""
-        if self._tasks is None:
-            self._tasks = self.collective_rpc("supported_tasks")[0]
-        return self._tasks
+        tasks = self._tasks
+        if tasks is None:
+            tasks = self._tasks = list(self.collective_rpc("supported_tasks")[0])
+        return tasks
 
     def check_health(self) -> None:
-        """Raises EngineDeadError if a worker is gone. An executor without other processes has nothing to check."""
+        """Raises EngineDeadError if a worker does not answer."""
+        self.collective_rpc("supported_tasks")

@@ -6,8 +6,12 @@ spinning there costs both of them more than the wake-up does.
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 from collections.abc import Mapping
+
+logger = logging.getLogger(__name__)
 
 
 def default_num_threads() -> int:
@@ -18,6 +22,17 @@ def default_num_threads() -> int:
 def thread_environment(num_threads: int) -> Mapping[str, str]:
     """Variables that a child needs before it loads torch; OpenMP reads them once."""
     return {"OMP_NUM_THREADS": str(num_threads), "OMP_WAIT_POLICY": "PASSIVE"}
+
+
+def wait_passively() -> None:
+    """Makes this process's OpenMP threads sleep while they wait, if torch is not loaded yet; a user's choice wins.
+
+    On a busy machine spinning threads take the processors from the ones that work: a step can take thirty times as long.
+    """
+    if "torch" not in sys.modules:
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    elif "OMP_WAIT_POLICY" not in os.environ:
+        logger.info("torch was loaded before the engine, so OpenMP threads spin; set OMP_WAIT_POLICY=PASSIVE to avoid it")
 
 
 def apply_threads(num_threads: int | None) -> int:

@@ -7,8 +7,7 @@ depends on the sampler's choice only (grammar masks) can be prepared between the
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -40,7 +39,7 @@ class RunnerConfig:
     num_threads: int
     seed: int = 0
     logprobs_mode: str = "raw_logprobs"
-    capabilities: Capabilities = Capabilities()
+    capabilities: Capabilities = field(default_factory=Capabilities)
     graph_keys: GraphKeys = frozenset()
 
 
@@ -142,6 +141,6 @@ class ModelRunner:
             requests[req_ids[slot]].output.append(token)
             sampled[slot].append(token)
 
-    def _rows_by_id(self, slots: np.ndarray, rows: list[LogprobRow | None]) -> Mapping[str, list[LogprobRow]]:
+    def _rows_by_id(self, slots: np.ndarray, rows: list[LogprobRow | None]) -> dict[str, list[LogprobRow]]:
         req_ids = self.batch.req_ids
         return {req_ids[slot]: [row] for slot, row in zip(slots.tolist(), rows, strict=True) if row is not None}

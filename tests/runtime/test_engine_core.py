@@ -78,7 +78,7 @@ def expected_of(seed: int) -> dict[str, list[int]]:
         {"enable_prefix_caching": False},
         {"max_num_batched_tokens": 7},
         {"num_blocks": 36, "max_num_batched_tokens": 16, **EAGER_ADMISSION},
-        {"num_blocks": 36, "enable_prefix_caching": False, **EAGER_ADMISSION},
+        {"num_blocks": 36, "max_num_batched_tokens": 16, "enable_prefix_caching": False, **EAGER_ADMISSION},
         {"max_num_seqs": 2},
         {"disable_hybrid_allocator": True},
     ],

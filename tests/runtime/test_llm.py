@@ -8,7 +8,14 @@ import threading
 
 import pytest
 
-from tests.runtime.toy_model import FailingExecutor, SlowToyExecutor, TextToyExecutor, ToyExecutor, dense_greedy, toy_config
+from tests.runtime.toy_model import (
+    FailingExecutor,
+    SlowToyExecutor,
+    TextToyExecutor,
+    ToyExecutor,
+    dense_greedy,
+    toy_config,
+)
 from tests.server.tiny_tokenizer import write_tokenizer
 from treadle.ir.errors import ConfigError, EngineDeadError, UserError
 from treadle.runtime.chat.messages import ChatError
@@ -121,7 +128,7 @@ def test_an_interrupt_aborts_cleanly():
 def test_a_request_that_never_fits_is_named():
     with (
         LLM.from_config(toy_config(num_blocks=4)) as llm,
-        pytest.raises(UserError, match="prompt 1: .*KV-cache blocks"),
+        pytest.raises(UserError, match=r"prompt 1: .*KV-cache blocks"),
     ):
         llm.generate([[1], [1] * 40], GREEDY)
 
@@ -165,7 +172,7 @@ def test_arguments_have_vllms_names():
     for name, value in (("tensor_parallel_size", 2), ("quantization", "awq"), ("trust_remote_code", True)):
         with pytest.raises(ConfigError, match=f"{name}=.*not available in this version"):
             split_arguments({name: value})
-    with pytest.raises(ConfigError, match="no argument 'max_num_seq'.*max_num_seqs"):
+    with pytest.raises(ConfigError, match=r"no argument 'max_num_seq'.*max_num_seqs"):
         split_arguments({"max_num_seq": 3})
 
 
