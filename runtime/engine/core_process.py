@@ -20,6 +20,7 @@ import zmq
 from treadle.ir.config import resolve
 from treadle.ir.errors import EngineDeadError, TreadleError, UserError
 from treadle.runtime.config import EngineConfig
+from treadle.runtime.executor.early_open import open_early
 from treadle.runtime.protocol import (
     AbortRequests,
     CoreInput,
@@ -82,9 +83,10 @@ class CoreProcess:
 
     def run(self, config: EngineConfig) -> int:
         """Builds the core and serves until a shutdown. Returns the process's exit status."""
-        from treadle.runtime.engine.core import EngineCore
-
         try:
+            open_early(config)
+            from treadle.runtime.engine.core import EngineCore  # brings torch
+
             core = EngineCore(config)
         except Exception as error:
             self.send(EngineDied(reason=_startup_reason(error)))

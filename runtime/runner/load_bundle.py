@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from treadle.codegen.bundle import Bundle, open_bundle
+from treadle.codegen.bundle import Bundle
 from treadle.codegen.load_weights import load_weights
 from treadle.codegen.loader import load_natives, load_pieces
 from treadle.codegen.manifest import Manifest
 from treadle.kernels.native import load_native
 from treadle.runtime.config import EngineConfig
 from treadle.runtime.dispatch import BatchDescriptor, GraphKeys, GraphMode
+from treadle.runtime.executor.early_open import take_opened
 from treadle.runtime.runner.model import LoadedModel, ModelSpec, Piece
 
 
 def load_bundle(config: EngineConfig) -> LoadedModel:
     """Opens the configuration's bundle and loads all of it. Raises BundleError or ArtifactError naming the file."""
-    bundle = open_bundle(config.bundle, verify_key=config.verify_key)
-    weights_verified = bundle.verify_in_background(bundle.weight_files())  # hashing overlaps with loading pieces
+    bundle, weights_verified = take_opened(config)  # hashing overlaps with loading pieces
     native = {name: load_native(path) for name, path in load_natives(bundle).items()}
     pieces: Mapping[str, Piece] = load_pieces(bundle)
     weights_verified.result()

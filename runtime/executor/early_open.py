@@ -1,0 +1,26 @@
+"""Opens a bundle and starts hashing its weights before torch is imported, so that the two overlap. Imports no torch."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+from treadle.codegen.bundle import Bundle, is_bundle, open_bundle
+from treadle.runtime.config import EngineConfig
+
+_opened: dict[tuple[str, str | None], tuple[Bundle, Future[None]]] = {}
+
+
+def open_early(config: EngineConfig) -> None:
+    """Begins; whoever calls `take_opened` gets the result. Raises BundleError for what the manifest alone shows."""
+    if is_bundle(config.bundle):
+        _opened[config.bundle, config.verify_key] = _open(config)
+
+
+def take_opened(config: EngineConfig) -> tuple[Bundle, Future[None]]:
+    """The configuration's bundle and the verification of its weights, begun early or now. Given out once."""
+    return _opened.pop((config.bundle, config.verify_key), None) or _open(config)
+
+
+def _open(config: EngineConfig) -> tuple[Bundle, Future[None]]:
+    bundle = open_bundle(config.bundle, verify_key=config.verify_key)
+    return bundle, bundle.verify_in_background(bundle.weight_files())
