@@ -1,11 +1,13 @@
 """The manifest of a bundle: typed structs, encoded as JSON, read strictly. This module imports no torch.
 
 Whatever is loaded from a bundle is listed in `files` with size and SHA-256; the rest of the manifest refers to those
-paths. A manifest of another schema version is refused before its other fields are looked at.
+paths. `seal` is a SHA-256 over everything else in the manifest, so that a flipped bit in a scale cannot pass; it guards
+against damage, a signature against people. Another schema version is refused before other fields are looked at.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 from pathlib import PurePosixPath
 from typing import Any
@@ -149,6 +151,7 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     settings: list[SettingRow]
     times: list[StageTime]
     files: list[FileEntry]
+    seal: str = ""
 
     def piece(self, name: str) -> PieceEntry:
         """The piece called `name`. Raises BundleError that lists the pieces there are."""
@@ -172,8 +175,14 @@ class _Header(msgspec.Struct):
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Deterministic, readable JSON with a final newline."""
-    return msgspec.json.format(msgspec.json.encode(manifest, order="sorted"), indent=1) + b"\n"
+    """Deterministic, readable JSON with a final newline, sealed."""
+    sealed = msgspec.structs.replace(manifest, seal=_seal(manifest))
+    return msgspec.json.format(msgspec.json.encode(sealed, order="sorted"), indent=1) + b"\n"
+
+
+def _seal(manifest: Manifest) -> str:
+    bare = msgspec.structs.replace(manifest, seal="")
+    return hashlib.sha256(msgspec.json.encode(bare, order="sorted")).hexdigest()
 
 
 def decode_manifest(data: bytes, where: str) -> Manifest:
@@ -188,6 +197,8 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
         manifest = msgspec.json.decode(data, type=Manifest)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise BundleError(f"{where}: not a valid manifest ({error}); compile the model again") from error
+    if manifest.seal != _seal(manifest):
+        raise BundleError(f"{where}: damaged, its seal does not match its content; copy or compile the bundle again")
     _check_files(manifest, where)
     return manifest
 
