@@ -7,7 +7,7 @@
 namespace treadle {
 namespace {
 
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(TREADLE_PORTABLE_ONLY)
 Isa best_isa() {
   __builtin_cpu_init();
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");

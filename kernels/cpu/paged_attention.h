@@ -111,11 +111,7 @@ template <typename T, int R>
 NOINLINE void add_values(const float* weights, const T* const* values, Range range, int64_t width, float* acc) {
   int64_t d = 0;
   for (; d + 4 * LANES <= width; d += 4 * LANES) add_columns<T, R, 4>(weights, values, range, width, d, acc);
-  switch ((width - d) / LANES) {
-    case 3: return add_columns<T, R, 3>(weights, values, range, width, d, acc);
-    case 2: return add_columns<T, R, 2>(weights, values, range, width, d, acc);
-    case 1: return add_columns<T, R, 1>(weights, values, range, width, d, acc);
-  }
+  for (; d < width; d += LANES) add_columns<T, R, 1>(weights, values, range, width, d, acc);
 }
 
 // Calls kernel.template run<R>() for the number of rows there is, 1 to ROW_GROUP.
@@ -125,10 +121,8 @@ INLINE void for_rows(int64_t rows, const Kernel& kernel) {
     case 1: return kernel.template run<1>();
     case 2: return kernel.template run<2>();
     case 3: return kernel.template run<3>();
-#if ROW_GROUP == 6
+#if ROW_GROUP == 4
     case 4: return kernel.template run<4>();
-    case 5: return kernel.template run<5>();
-    case 6: return kernel.template run<6>();
 #endif
   }
 }
@@ -194,12 +188,15 @@ INLINE void softmax_step(float* scores, Range seen, int64_t num_keys, const Laye
   vi lane;
   for (int i = 0; i < LANES; ++i) lane[i] = i;
   const vf minus_inf = splat(MINUS_INF);
+  const bool masked = seen.begin > 0 || seen.end < num_keys;
   vf best = minus_inf;
   for (int64_t j = 0; j < num_keys; j += LANES) {
     vf x = load(scores + j) * layer.scale;
     if (layer.softcap > 0.f) x = tanh(x / layer.softcap) * layer.softcap;
-    const vi key = lane + (int32_t)j;
-    x = select((key >= (int32_t)seen.begin) & (key < (int32_t)seen.end), x, minus_inf);
+    if (masked) {
+      const vi key = lane + (int32_t)j;
+      x = select((key >= (int32_t)seen.begin) & (key < (int32_t)seen.end), x, minus_inf);
+    }
     store(scores + j, x);
     best = maximum(best, x);
   }
@@ -246,6 +243,8 @@ struct Plan {
 
 template <typename T>
 class PagedAttention {
+  static constexpr bool READS_PAGES = !__is_same(T, f16);
+
  public:
   PagedAttention(const Layer& layer, const Batch& batch, const Cache& cache, const Rows& q, const Rows& out,
                  GrowBuffer grow)
@@ -445,11 +444,12 @@ class PagedAttention {
     for (; d < width; ++d) to[d] = 0.f;
   }
 
-  // Few rows read pages as they are; many, or a head size with a remainder, pay for float32 copies of each tile.
+  // Few rows read pages as they are; many, a head size with a remainder, and float16 (rare on CPUs, not worth the
+  // code) pay for float32 copies of each tile.
   void run_chunk(const Unit& u, int64_t chunk, const Work& w) {
     clear(w.chunk, u.rows(), width);
     const Range seen = overlap(visible(u), {chunk * CHUNK, (chunk + 1) * CHUNK});
-    const bool in_place = width == layer.head_size && (sizeof(T) == 4 || u.rows() <= ROW_GROUP);
+    const bool in_place = READS_PAGES && width == layer.head_size && (sizeof(T) == 4 || u.rows() <= ROW_GROUP);
     const T* pages[2][TILE];  // of this tile and of the next
     int64_t start = seen.begin / TILE * TILE;
     if (start < seen.end) find_keys(u, start, overlap(seen, {start, start + TILE}), pages[0]);
@@ -461,7 +461,7 @@ class PagedAttention {
         ahead = {(const void* const*)pages[i ^ 1], 2 * layer.head_size * (int64_t)sizeof(T)};
       }
       if (in_place) {
-        run_tile<T>(u, start, tile, pages[i], layer.head_size, w, ahead);
+        if constexpr (READS_PAGES) run_tile<T>(u, start, tile, pages[i], layer.head_size, w, ahead);
       } else {
         const float* copies[TILE];
         gather(pages[i], start, tile, w.gathered, copies);

@@ -11,9 +11,10 @@
 #include <arm_neon.h>
 #endif
 
-#if defined(__AVX512F__)
+// TREADLE_WIDE: the AVX-512 shape of the code in plain vector extensions, to test it on a CPU without AVX-512.
+#if defined(__AVX512F__) || defined(TREADLE_WIDE)
 #define LANES 16
-#define ROW_GROUP 6  // rows x 4 accumulators in registers: 24 of 32
+#define ROW_GROUP 4  // rows x 4 accumulators in registers: 16 of 32
 #elif defined(__AVX2__) && defined(__FMA__)
 #define LANES 8
 #define ROW_GROUP 3  // 12 of 16

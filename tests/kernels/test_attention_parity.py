@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernels.attention_case import AttentionCase, dense_attention, make_batch, run
+from tests.kernels.attention_case import (
+    AttentionCase,
+    dense_attention,
+    make_batch,
+    make_builder,
+    make_impl,
+    run,
+)
 from tests.kernels.tolerance import assert_close
 from treadle.kernels.attention import ATTENTION_BACKENDS
 from treadle.kernels.cpu_features import local_cpu
@@ -91,8 +98,6 @@ def test_strided_queries_and_padding(native: NativeLibrary, backend: str) -> Non
     fused[:tokens, :heads] = batch.q
     batch.q = fused[:, :heads]
     out = torch.full((tokens + 4, heads, 2 * head_size), 7.0)[..., :head_size]
-    from tests.kernels.attention_case import make_builder, make_impl
-
     metadata = make_builder(backend, batch.metadata, 16).build(batch.metadata)
     returned = make_impl(batch.case, native, backend).forward(batch.q, batch.kv_cache, metadata, out)
     assert returned is out
