@@ -25,6 +25,7 @@ constexpr int64_t TILE_ROWS = 48;      // rows that share one pass over keys and
 constexpr int64_t GATHER = 4;          // keys whose scores are summed together
 constexpr int64_t SPLIT_BYTES = 16 << 20;  // most memory for partial results of chunks computed apart
 constexpr int64_t UNITS_PER_THREAD = 4;    // with fewer units than this, long contexts are split
+constexpr int64_t WORK_PER_THREAD = 1 << 18;  // multiplications that outweigh waking a thread: some 30 us
 constexpr float MINUS_INF = -__builtin_inff();
 
 INLINE int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -238,7 +239,7 @@ struct RequestPlan {
 struct Plan {
   RequestPlan* requests;
   float* partials;
-  int64_t num_units, num_slots;
+  int64_t num_units, num_slots, num_threads;
 };
 
 template <typename T>
@@ -258,7 +259,7 @@ class PagedAttention {
   int64_t run() {
     Plan plan;
     if (int64_t status = make_plan(plan)) return status;
-    const int64_t threads = max(1, min(batch.num_threads, plan.num_units));
+    const int64_t threads = max(1, min(plan.num_threads, plan.num_units));
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
       float* memory = (float*)grow(WORK, work_bytes());
@@ -307,7 +308,7 @@ class PagedAttention {
     plan.requests = (RequestPlan*)grow(PLAN, bytes + SPLIT_BYTES);
     if (!plan.requests) return NO_MEMORY;
     plan.partials = (float*)((char*)plan.requests + round_up(bytes, 64));
-    int64_t whole = 0;
+    int64_t whole = 0, pairs = 0;
     for (int64_t r = 0; r < num; ++r) {
       const int64_t length = query_len(r), seq_len = batch.seq_lens[r];
       const bool fits = seq_len <= batch.max_blocks * cache.block_size &&
@@ -315,8 +316,10 @@ class PagedAttention {
       if (length < 0 || (length > 0 && (seq_len < length || !fits))) return BAD_LENGTH;
       plan.requests[r].tiles = ceil_div(length, tile_tokens);
       whole += plan.requests[r].tiles * head_groups;
+      pairs += length * (layer.window > 0 ? min(layer.window, seq_len) : seq_len);
     }
-    number_units(plan, whole < batch.num_threads * UNITS_PER_THREAD && batch.num_threads > 1);
+    plan.num_threads = min(batch.num_threads, 1 + pairs * layer.num_heads * layer.head_size / WORK_PER_THREAD);
+    number_units(plan, whole < plan.num_threads * UNITS_PER_THREAD && plan.num_threads > 1);
     return OK;
   }
 
