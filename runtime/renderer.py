@@ -166,17 +166,22 @@ class Renderer:
     def _check_text(self, text: str) -> None:
         if not isinstance(text, str):
             raise UserError(f"a prompt's text should be a string, not {type(text).__name__}")
-        longest = self.token_text.longest_bytes
-        if self.max_model_len is not None and longest is not None and len(text) > self.max_model_len * longest:
-            raise PromptTooLong(
-                f"the prompt has {len(text)} characters, which is more than {self.max_model_len} tokens can hold:"
-                f" the model's limit is {self.max_model_len} tokens and no token has more than {longest} bytes"
-            )
+        if self.max_model_len is not None and len(text) > self.max_model_len:
+            self._check_length(text, self.max_model_len)
         try:
             text.encode()
         except UnicodeEncodeError as error:
             what = f"U+{ord(text[error.start]):04X} at character {error.start}"
             raise UserError(f"the prompt is not valid Unicode: {what} is half of a surrogate pair") from error
+
+    def _check_length(self, text: str, limit: int) -> None:
+        """Apart from `_check_text`: to know the longest token takes a look at each, which a short text need not pay."""
+        longest = self.token_text.longest_bytes
+        if longest is not None and len(text) > limit * longest:
+            raise PromptTooLong(
+                f"the prompt has {len(text)} characters, which is more than {limit} tokens can hold:"
+                f" the model's limit is {limit} tokens and no token has more than {longest} bytes"
+            )
 
     def _eos_token_ids(self) -> list[int]:
         """The ids that end a generation, the primary one first: the model's configuration, else the tokenizer's."""

@@ -59,6 +59,7 @@ async def run_server(engine: Any, config: ServerConfig, listener: socket.socket)
     )
     server = _Server(settings, app.state.server)
     host, port = listener.getsockname()[:2]
+    listener.listen(settings.backlog)  # whoever reads the next line may connect at once
     logger.info("serving %s on http://%s:%d", ", ".join(app.state.server.model_names), host, port)
     supervisor = asyncio.create_task(server.supervise())
     try:

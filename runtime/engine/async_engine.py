@@ -93,6 +93,8 @@ class AsyncEngine:
         core = asyncio.create_task(self._client.start())
         try:
             self.renderer = await asyncio.to_thread(self._load_renderer, self.config)
+            if self.renderer is not None:
+                await asyncio.to_thread(self.renderer.warm_up)  # the core takes longer
             info = await core
         except BaseException:
             core.cancel()
@@ -101,7 +103,6 @@ class AsyncEngine:
             raise
         if self.renderer is not None:
             self.renderer.max_model_len = info.max_model_len
-            await asyncio.to_thread(self.renderer.warm_up)
         self._inputs = InputProcessor(info, self.renderer, generation_config=self.config.generation_config)
         self._outputs = OutputProcessor(self.renderer)
         self._info = info
