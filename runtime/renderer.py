@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,22 +71,28 @@ class Renderer:
 
     @classmethod
     def load(
-        cls, folder: str | Path, *, max_model_len: int | None = None, eos_token_ids: Sequence[int] | None = None
+        cls,
+        folder: str | Path,
+        *,
+        only: Collection[str] | None = None,
+        max_model_len: int | None = None,
+        eos_token_ids: Sequence[int] | None = None,
     ) -> Renderer:
         """Reads a folder with tokenizer.json and, if present, tokenizer_config.json, special_tokens_map.json,
         chat_template.jinja, additional_chat_templates/, generation_config.json and config.json (for its eos).
 
-        Raises ModelError naming the file that is missing or cannot be read.
+        With `only` no other file is looked at (paths within the folder): a bundle lists what may be read. Raises
+        ModelError naming the file that is missing or cannot be read.
         """
-        folder = Path(folder)
-        config = _read_json(folder / "tokenizer_config.json")
-        special = _special_tokens({**_read_json(folder / "special_tokens_map.json"), **config})
-        sources = _template_sources(folder, config)
-        eos = _read_json(folder / "config.json").get("eos_token_id")
+        files = _Files(Path(folder), only)
+        config = files.json("tokenizer_config.json")
+        special = _special_tokens({**files.json("special_tokens_map.json"), **config})
+        sources = _template_sources(files, config)
+        eos = files.json("config.json").get("eos_token_id")
         generation = {"eos_token_id": eos} if eos is not None else {}
-        generation |= {k: v for k, v in _read_json(folder / "generation_config.json").items() if v is not None}
+        generation |= {k: v for k, v in files.json("generation_config.json").items() if v is not None}
         return cls(
-            _read_tokenizer(folder / "tokenizer.json"),
+            _read_tokenizer(files),
             templates={name: ChatTemplate(source, special) for name, source in sources.items()},
             special_tokens=special,
             generation_config=generation,
@@ -203,20 +209,40 @@ def _size(value: Any) -> int:
     return 16
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{path} should hold a JSON object, not {type(content).__name__}")
-    return content
+class _Files:
+    """The files of a tokenizer folder that may be read."""
+
+    def __init__(self, folder: Path, only: Collection[str] | None):
+        self.folder = folder
+        self._only = only
+
+    def has(self, name: str) -> bool:
+        return (self._only is None or name in self._only) and (self.folder / name).exists()
+
+    def text(self, name: str) -> str:
+        return (self.folder / name).read_text(encoding="utf-8")
+
+    def json(self, name: str) -> dict[str, Any]:
+        """The object in a file; an empty one if there is no such file."""
+        if not self.has(name):
+            return {}
+        path = self.folder / name
+        try:
+            content = json.loads(self.text(name))
+        except ValueError as error:
+            raise ModelError(f"{path} is not valid JSON: {error}") from error
+        if not isinstance(content, dict):
+            raise ModelError(f"{path} should hold a JSON object, not {type(content).__name__}")
+        return content
+
+    def templates(self) -> list[str]:
+        found = (path.relative_to(self.folder).as_posix() for path in self.folder.glob("additional_chat_templates/*.jinja"))
+        return sorted(name for name in found if self.has(name))
 
 
-def _read_tokenizer(path: Path) -> Tokenizer:
-    if not path.exists():
+def _read_tokenizer(files: _Files) -> Tokenizer:
+    path = files.folder / "tokenizer.json"
+    if not files.has("tokenizer.json"):
         raise ModelError(f"{path} is missing; a model needs a fast tokenizer (tokenizer.json)")
     try:
         return Tokenizer.from_file(str(path))
@@ -234,7 +260,7 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def _template_sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+def _template_sources(files: _Files, config: Mapping[str, Any]) -> dict[str, str]:
     """Name -> source of the chat templates; files win over the key in tokenizer_config.json."""
     declared = config.get("chat_template")
     sources: dict[str, str] = {}
@@ -242,8 +268,8 @@ def _template_sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]
         sources["default"] = declared
     elif isinstance(declared, list):
         sources = {entry["name"]: entry["template"] for entry in declared}
-    if (folder / "chat_template.jinja").exists():
-        sources["default"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        sources[path.stem] = path.read_text(encoding="utf-8")
+    if files.has("chat_template.jinja"):
+        sources["default"] = files.text("chat_template.jinja")
+    for name in files.templates():
+        sources[Path(name).stem] = files.text(name)
     return sources

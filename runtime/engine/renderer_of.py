@@ -15,7 +15,8 @@ def renderer_of(bundle: Bundle) -> Renderer | None:
     if not folders:
         return None
     bundle.verify(files)
-    return Renderer.load(bundle.root / folders[0], eos_token_ids=_configured_eos(bundle))
+    inside = [path.removeprefix(folders[0] + "/") for path in files]
+    return Renderer.load(bundle.root / folders[0], only=inside, eos_token_ids=_configured_eos(bundle))
 
 
 def _configured_eos(bundle: Bundle) -> list[int] | None:
