@@ -2,6 +2,8 @@
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
+# Idle OpenMP threads sleep instead of spinning: on a busy machine spinning takes the cores from those who work.
+export OMP_WAIT_POLICY ?= PASSIVE
 STAMP := $(VENV)/.installed
 DEMO_STAMP := $(VENV)/.demo-model
 BUNDLE ?= build/smollm2.bundle

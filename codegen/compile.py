@@ -122,7 +122,7 @@ class _Compile:
 
         with self._clock.stage("read config"):
             source = open_source(self._model)
-            self._resolved = _settle(self._resolved, source)
+            self._resolved = _settle(self._resolved, source, self._target)
         if not self._resolved.config.store_weights and source.kind == "module":
             raise ConfigError("store_weights=False needs a model on disk: an nn.Module cannot be found again later")
         return source
@@ -188,14 +188,24 @@ class _Compile:
             return writer.finish(manifest, Path(config.sign) if config.sign is not None else None)
 
 
-def _settle(resolved: Resolved[CompileConfig], source: ModelSource) -> Resolved[CompileConfig]:
+HALF_PRECISION_ISAS = ("avx512",)
+"""Where products of 16-bit matrices are not emulated; elsewhere they take up to 30 times as long as float32."""
+
+
+def _choose_dtype(stated: str, target: Target) -> tuple[str, str, str]:
+    """(who decided, why, dtype): the checkpoint's own, unless the target would only emulate it."""
+    names = {ir: name for name, ir in IR_DTYPES.items()}
+    if stated in ("bf16", "f16") and target.isa not in HALF_PRECISION_ISAS:
+        return "target", f"the checkpoint is {names[stated]}, which {target.name} would emulate slowly", "float32"
+    return "model", f"the checkpoint is {names[stated]}", names[stated]
+
+
+def _settle(resolved: Resolved[CompileConfig], source: ModelSource, target: Target) -> Resolved[CompileConfig]:
     """Fills in what only the model can say, and lowers what it cannot do, with the reason."""
     config = resolved.config
-    names = {ir: name for name, ir in IR_DTYPES.items()}
     if config.dtype == "auto":
-        resolved = resolved.override(
-            "model", f"the checkpoint is {names[source.default_dtype]}", dtype=names[source.default_dtype]
-        )
+        source_name, reason, dtype = _choose_dtype(source.default_dtype, target)
+        resolved = resolved.override(source_name, reason, dtype=dtype)
     stated = source.max_model_len
     if config.max_model_len is None:
         reason = f"the model has {stated} positions" if stated else "the model does not state its positions"

@@ -9,12 +9,14 @@ from treadle.ir.graph import Graph, Node, Operand, Source, Value
 from treadle.ir.infer import infer
 from treadle.ir.ops.registry import get_op
 
+NO_SOURCE = Source()
+
 
 def make_node(
     graph: Graph,
     op: str,
     *operands: Operand | Sequence[Value] | None,
-    source: Source = Source(),
+    source: Source = NO_SOURCE,
     names: Sequence[str] = (),
     **attrs: Any,
 ) -> Node:
