@@ -1,7 +1,7 @@
-"""The inductor backend: one AOTInductor package for a piece and a range, compiled in worker processes.
+"""The inductor backend: one AOTInductor package for a piece and a range, compiled in a worker process and its forks.
 
-Weights are ordinary inputs of the package, so that it serves every layer. Workers run with an environment of their
-own: their caches, precompiled headers and temporary files lie in the scratch folder and go with it, whatever HOME is.
+Weights are ordinary inputs of the package, so that it serves every layer. The worker has an environment of its
+own: its caches, precompiled headers and temporary files lie in the scratch folder and go with it, whatever HOME is.
 """
 
 from __future__ import annotations
@@ -24,10 +24,15 @@ class InductorBackend:
 
     def __init__(self, *, target: Target, scratch: Path, jobs: int, compiler: str | None):
         self._target = target
-        # inductor checks precompiled headers with the openssl command; without it each file parses the headers itself.
-        self._headers = shutil.which("openssl") is not None
+        self._headers = False
         shim = write_shim(scratch / "bin", find_compiler(compiler), scratch)
-        self._pool = WorkerPool("treadle.codegen.inductor_worker", jobs, scratch, {"CXX": str(shim)})
+        self._pool = WorkerPool(
+            "treadle.codegen.inductor_worker",
+            jobs,
+            scratch,
+            {"CXX": str(shim)},
+            first=[{"op": "warm_up", "isa": target.isa, "options": self.options()}],
+        )
 
     def options(self) -> dict[str, Any]:
         """Inductor's settings. Exact float32: no fast math, no contraction. Thread count is decided at run time."""
@@ -49,9 +54,11 @@ class InductorBackend:
         }
 
     def start(self) -> None:
-        """Starts the workers; each imports torch and they share out the precompiled headers."""
-        if self._headers:
-            self._pool.start([{"op": "header", "which": which, **self._common()} for which in ("wrapper", "kernel")])
+        """Starts the worker and its precompiled headers, which pay from three pieces on."""
+        # inductor checks precompiled headers with the openssl command; without it each file parses the headers itself.
+        self._headers = shutil.which("openssl") is not None
+        headers = ("wrapper", "kernel") if self._headers else ()
+        self._pool.start([{"op": "header", "which": which, **self._common()} for which in headers])
 
     def build(self, job: PieceJob, out: Path) -> None:
         request = {

@@ -15,7 +15,7 @@ from treadle.codegen.backends import Backend, make_backend
 from treadle.codegen.compile_natives import compile_natives
 from treadle.codegen.compile_pieces import CompiledPiece, KeyContext, compile_pieces, default_jobs
 from treadle.codegen.config import IR_DTYPES, CompileConfig, resolve_compile
-from treadle.codegen.describe import CompiledModel, fill_bundle
+from treadle.codegen.describe import CompiledModel, add_weights, fill_bundle, used_params
 from treadle.codegen.locks import owned_scratch
 from treadle.codegen.progress import Progress, StageClock
 from treadle.codegen.ranges import plan_ranges
@@ -112,10 +112,41 @@ class _Compile:
                 natives = pool.submit(self._compile_natives)
                 source = self._read_config()
                 stages = self._trace_and_rewrite(source)
-                pieces = self._compile_pieces(stages, backend, jobs)
-                return self._write(source, stages, pieces, natives)
+                return self._compile_and_write(source, stages, backend, jobs, natives)
             finally:
                 backend.close()
+
+    def _compile_and_write(
+        self,
+        source: ModelSource,
+        stages: CompiledStages,
+        backend: Backend,
+        jobs: int,
+        natives: Future[dict[str, StoredObject]],
+    ) -> Path:
+        """Compiles the pieces while weights are written, which waits for the disk more than for a processor."""
+        config = self._resolved.config
+        # The inner pool ends before the writer: nobody writes into a scratch folder that is being removed.
+        with writing_bundle(self._destination, force=config.force) as writer, ThreadPoolExecutor(1) as pool:
+            params = used_params(stages.unified)
+            weights = pool.submit(add_weights, writer, params, source, config.store_weights)
+            pieces = self._compile_pieces(stages, backend, jobs)
+            with self._clock.stage("native kernels"):
+                built = natives.result()
+            with self._clock.stage("write bundle"):
+                compiled = CompiledModel(
+                    source=source,
+                    stages=stages,
+                    pieces=pieces,
+                    natives=built,
+                    weights=weights.result(),
+                    resolved=self._resolved,
+                    target=self._target,
+                    toolchain=toolchain(config.compiler),
+                )
+                manifest = fill_bundle(writer, compiled)
+            manifest.times = list(self._clock.times)
+            return writer.finish(manifest, Path(config.sign) if config.sign is not None else None)
 
     def _read_config(self) -> ModelSource:
         from treadle.ir.source import open_source
@@ -161,31 +192,6 @@ class _Compile:
         return compile_natives(
             self._target, self._store, compiler=config.compiler, report=self._progress.note
         )
-
-    def _write(
-        self,
-        source: ModelSource,
-        stages: CompiledStages,
-        pieces: list[CompiledPiece],
-        natives: Future[dict[str, StoredObject]],
-    ) -> Path:
-        config = self._resolved.config
-        with self._clock.stage("native kernels"):
-            built = natives.result()
-        compiled = CompiledModel(
-            source=source,
-            stages=stages,
-            pieces=pieces,
-            natives=built,
-            resolved=self._resolved,
-            target=self._target,
-            toolchain=toolchain(config.compiler),
-        )
-        with writing_bundle(self._destination, force=config.force) as writer:
-            with self._clock.stage("write bundle"):
-                manifest = fill_bundle(writer, compiled)
-            manifest.times = list(self._clock.times)
-            return writer.finish(manifest, Path(config.sign) if config.sign is not None else None)
 
 
 HALF_PRECISION_ISAS = ("avx512",)

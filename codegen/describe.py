@@ -49,13 +49,14 @@ class CompiledModel:
     stages: CompiledStages
     pieces: Sequence[CompiledPiece]
     natives: Mapping[str, StoredObject]
+    weights: WeightsEntry
     resolved: Resolved[CompileConfig]
     target: Target
     toolchain: Mapping[str, str]
 
 
 def fill_bundle(writer: BundleWriter, compiled: CompiledModel) -> Manifest:
-    """Writes every file and returns the manifest, still without the list of files and the last stage's time."""
+    """Writes every file but the weights and returns the manifest, still without the list of files and the times."""
     config, unified = compiled.resolved.config, compiled.stages.unified
     stages = [
         writer.add_bytes(f"ir/{number:02d}-{name}.ir", text.encode())
@@ -75,7 +76,7 @@ def fill_bundle(writer: BundleWriter, compiled: CompiledModel) -> Manifest:
         ),
         pieces=[_add_piece(writer, piece, _served_layers(program, piece.name)) for piece in compiled.pieces],
         program=program,
-        weights=_add_weights(writer, used_params(unified), compiled.source, config.store_weights),
+        weights=compiled.weights,
         native=[
             NativeEntry(
                 name=name, file=writer.add_file(f"native/{name}.so", made.path, made.sha256), key=made.digest
@@ -190,9 +191,10 @@ def _add_piece(writer: BundleWriter, piece: CompiledPiece, layers: list[int]) ->
     )
 
 
-def _add_weights(
+def add_weights(
     writer: BundleWriter, params: Sequence[Param], source: ModelSource, stored: bool
 ) -> WeightsEntry:
+    """Runs the recipes and writes the results into the bundle, if they are to be stored; describes them either way."""
     from treadle.ir.loader import write_weights
 
     files: dict[str, str] = {}

@@ -1,51 +1,42 @@
-"""The process that compiles pieces with inductor: JSON requests on stdin, one JSON answer each on stdout."""
+"""The process that compiles pieces with inductor; see fork_server for how it is asked."""
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import sys
-import threading
-import time
 import zipfile
 from pathlib import Path
 from typing import Any
 
-_PARENT_CHECK_SECONDS = 0.5
-_LEFT_OUT = (".cpp", ".json.tmp")
+from treadle.codegen.fork_server import serve
+
+_LEFT_OUT = ".cpp"
 _EXAMPLE_TOKENS = 64
+_SMALL_PIECE = """graph @piece(T in 1..64) {
+  input %x: f32[T,16]
+  param %n: f32[16] = load("n")
+  param %w: f32[32,16] = load("w")
+  %y: f32[T,16] = rms_norm(%x, %n, eps=1e-05)
+  %z: f32[T,32] = linear(%y, %w)
+  %a, %b: f32[T,16], f32[T,16] = split(%z, sizes=[16, 16])
+  %g: f32[T,16] = gated_act(%a, %b, act="silu")
+  return %g
+}
+"""
 
 
 def main() -> None:
-    """Answers requests until stdin closes. What torch prints goes to stderr, so that stdout holds answers only."""
-    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    for line in sys.stdin:
-        print(json.dumps(_answer(json.loads(line))), file=answers, flush=True)
+    """Imports what every request needs, then serves; forks inherit it."""
+    from treadle.codegen import torch_private
+
+    torch_private.private("torch._inductor", "aoti_compile_and_package")
+    serve(_OPERATIONS, inline=("warm_up",))
 
 
-def _end_with_parent(parent: int) -> None:
-    """Ends this process and its compiler once the parent is gone, however it went."""
-    while os.getppid() == parent:
-        time.sleep(_PARENT_CHECK_SECONDS)
-    os.killpg(0, signal.SIGKILL)
+def _warm_up(request: dict[str, Any]) -> None:
+    """Takes a small piece through export and inductor, without the C++ compiler, so that forks find all of it loaded."""
+    from treadle.codegen.torch_private import emit_cpp
+    from treadle.ir.text import parse_graph
 
-
-def _answer(request: dict[str, Any]) -> dict[str, Any]:
-    """The worker must outlive any failure of the compiler, so whatever it raises becomes the answer."""
-    try:
-        _OPERATIONS[request["op"]](request)
-    except Exception as error:
-        return {"error": _explain(error)}
-    return {}
-
-
-def _explain(error: BaseException) -> str:
-    text = str(error).strip() or "no message"
-    lines = text.splitlines()
-    return f"{type(error).__name__}: " + "\n  ".join(lines[:30])
+    emit_cpp(export_piece(parse_graph(_SMALL_PIECE), 1, 64), request["isa"], request["options"])
 
 
 def _precompile_header(request: dict[str, Any]) -> None:
@@ -141,7 +132,7 @@ def strip_sources(package: Path, out: Path) -> None:
                 stripped.writestr(entry, source.read(info))
 
 
-_OPERATIONS = {"header": _precompile_header, "compile": _compile}
+_OPERATIONS = {"header": _precompile_header, "compile": _compile, "warm_up": _warm_up}
 
 if __name__ == "__main__":
     main()

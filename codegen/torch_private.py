@@ -48,6 +48,15 @@ def compile_package(
         compile_and_package(program, package_path=str(out), inductor_configs={})
 
 
+def emit_cpp(program: Any, isa: str, options: Mapping[str, Any]) -> None:
+    """Goes all the way to C++ text and throws it away: loads and fills what inductor sets up on first use."""
+    import tempfile
+
+    only = {**options, "aot_inductor.package_cpp_only": True}
+    with tempfile.TemporaryDirectory() as folder:
+        compile_package(program, isa, only, Path(folder) / "emitted.pt2", precompiled_headers=False)
+
+
 OPTIONAL_SETTINGS = frozenset({
     "cpp.march", "aot_inductor.enable_line_tables", "aot_inductor.enable_frame_pointer",
 })  # fmt: skip

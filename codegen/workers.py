@@ -1,7 +1,7 @@
-"""Worker processes that compile: each runs one Python module, takes JSON requests and answers them one by one.
+"""The parent's side of a worker process that compiles: starts it when first needed, asks it from many threads.
 
-They get a clean environment: no secret of the caller reaches them, and every cache they know of is inside the scratch
-folder. A worker ends when its parent does.
+It gets a clean environment: no secret of the caller reaches it, and every cache it knows of is inside the scratch
+folder. See fork_server for the other side.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -19,72 +20,68 @@ from typing import Any
 from treadle.ir.errors import ArtifactError
 
 _INHERITED = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH")
-_STDERR_LINES = 12
+_LOG_LINES = 12
 
 
 class WorkerPool:
-    """At most `jobs` workers, started when first needed. `call` may be used from many threads."""
+    """At most `jobs` requests at once to a process that runs `module`. `first` is sent to it whenever it is started."""
 
-    def __init__(self, module: str, jobs: int, scratch: Path, environment: Mapping[str, str]):
+    def __init__(
+        self,
+        module: str,
+        jobs: int,
+        scratch: Path,
+        environment: Mapping[str, str],
+        first: Sequence[Mapping[str, Any]] = (),
+    ):
         self._module = module
         self._scratch = scratch
         self._environment = environment
-        self._slots: queue.LifoQueue[_Worker | None] = queue.LifoQueue()
-        self._threads: list[threading.Thread] = []
-        for _ in range(jobs):
-            self._slots.put(None)
+        self._first = list(first)
+        self._slots = threading.BoundedSemaphore(jobs)
+        self._lock = threading.Lock()
+        self._process: _Process | None = None
 
-    def start(self, requests: Sequence[Mapping[str, Any]]) -> None:
-        """Sends preparatory requests in the background; their failure shows when a later call fails for the same reason."""
-        for request in requests:
-            thread = threading.Thread(target=self._prepare, args=(dict(request),), daemon=True)
-            thread.start()
-            self._threads.append(thread)
+    def start(self, requests: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Starts the process now and gives it preparatory requests. Nobody waits for those: if one fails, a later call
+        fails for the same reason or does without.
+        """
+        with self._lock:
+            self._started(list(requests))
 
     def call(self, request: Mapping[str, Any], label: str) -> dict[str, Any]:
-        """Sends one request to a free worker and returns its answer. Raises ArtifactError naming `label` on failure."""
-        worker = self._slots.get()
-        try:
-            worker = worker or _Worker(self._module, self._scratch, self._environment)
-            answer = worker.ask(request, label)
-        except BaseException:
-            if worker is not None:
-                worker.stop()
-            worker = None
-            raise
-        finally:
-            self._slots.put(worker)
+        """Sends a request and waits for the answer. Raises ArtifactError naming `label` on failure."""
+        with self._slots:
+            with self._lock:
+                reply = self._started([]).send(request)
+            answer = reply.get()
         if "error" in answer:
             raise ArtifactError(f"compiling {label} failed: {answer['error']}")
         return answer
 
     def close(self) -> None:
-        """Stops the workers, also in the middle of a request."""
-        for worker in list(_Worker.running):
-            if worker.scratch == self._scratch:
-                worker.stop()
-        for thread in self._threads:
-            thread.join(timeout=10)
+        """Ends the process and everything it has started, also in the middle of a request."""
+        with self._lock:
+            if self._process is not None:
+                self._process.stop()
+                self._process = None
 
-    def _prepare(self, request: Mapping[str, Any]) -> None:
-        try:
-            self.call(request, "headers")
-        except ArtifactError as error:
-            with open(self._scratch / "prepare.log", "a") as log:
-                log.write(f"{error}\n")
+    def _started(self, requests: list[Mapping[str, Any]]) -> _Process:
+        """The running process, a new one if there is none or it has died."""
+        if self._process is None or not self._process.alive:
+            self._process = _Process(self._module, self._scratch, self._environment)
+            requests = [*requests, *self._first]
+        for request in requests:
+            self._process.send(request)
+        return self._process
 
 
-class _Worker:
+class _Process:
     """One process. Requests go to its stdin, answers come from its stdout, everything else it says to a log."""
 
-    running: set[_Worker] = set()  # noqa: RUF012
-    _count = 0
-
     def __init__(self, module: str, scratch: Path, environment: Mapping[str, str]):
-        _Worker._count += 1
-        self.scratch = scratch
-        self._log = scratch / f"worker-{_Worker._count}.log"
-        with open(self._log, "wb") as log:
+        self._log = scratch / "worker.log"
+        with open(self._log, "ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module],
                 stdin=subprocess.PIPE,
@@ -94,31 +91,54 @@ class _Worker:
                 cwd=scratch,
                 start_new_session=True,
             )
-        self.running.add(self)
+        self.alive = True
+        self._count = 0
+        self._waiting: dict[int, queue.SimpleQueue[dict[str, Any]]] = {}
+        self._lock = threading.Lock()
+        self._reader = threading.Thread(target=self._read_answers, daemon=True)
+        self._reader.start()
 
-    def ask(self, request: Mapping[str, Any], label: str) -> dict[str, Any]:
-        assert self._process.stdin is not None and self._process.stdout is not None
+    def send(self, request: Mapping[str, Any]) -> queue.SimpleQueue[dict[str, Any]]:
+        """Sends a request; the answer will come through the queue. Callers take turns."""
+        reply: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        with self._lock:
+            self._count += 1
+            self._waiting[self._count] = reply
+        assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.write(json.dumps({**request, "id": self._count}).encode() + b"\n")
             self._process.stdin.flush()
-            line = self._process.stdout.readline()
-        except (BrokenPipeError, ValueError):
-            line = b""
-        if not line:
-            raise ArtifactError(f"compiling {label} failed: its worker ended unexpectedly{self._last_words()}")
-        return json.loads(line)
+        except BrokenPipeError:
+            self._fail_all()
+        return reply
 
     def stop(self) -> None:
-        """Ends the process and whatever compiler it has started."""
-        self.running.discard(self)
         if self._process.poll() is None:
-            os.killpg(self._process.pid, 9)
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        self._reader.join()
+
+    def _read_answers(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            answer = json.loads(line)
+            with self._lock:
+                reply = self._waiting.pop(answer.pop("id"))
+            reply.put(answer)
+        self._fail_all()
+
+    def _fail_all(self) -> None:
+        """The process is gone: everybody who waits hears of it."""
+        self.alive = False
+        reason = f"its worker ended unexpectedly with status {self._process.wait()}{self._last_words()}"
+        with self._lock:
+            waiting, self._waiting = self._waiting, {}
+        for reply in waiting.values():
+            reply.put({"error": reason})
 
     def _last_words(self) -> str:
-        status = self._process.wait()
-        lines = self._log.read_text(errors="replace").splitlines()[-_STDERR_LINES:]
-        return f" with status {status}" + "".join(f"\n  {line}" for line in lines)
+        lines = self._log.read_text(errors="replace").splitlines() if self._log.exists() else []
+        return "".join(f"\n  {line}" for line in lines[-_LOG_LINES:])
 
 
 def _worker_environment(scratch: Path, extra: Mapping[str, str]) -> dict[str, str]:
@@ -132,6 +152,7 @@ def _worker_environment(scratch: Path, extra: Mapping[str, str]) -> dict[str, st
         "USER": "treadle",
         "TMPDIR": str(private / "tmp"),
         "TORCHINDUCTOR_CACHE_DIR": str(private / "inductor"),
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "TRITON_CACHE_DIR": str(private / "triton"),
         "XDG_CACHE_HOME": str(private / "cache"),
         "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path if path),

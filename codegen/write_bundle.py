@@ -15,7 +15,13 @@ import msgspec
 from treadle.codegen.bundle import MANIFEST, SIGNATURE, is_bundle
 from treadle.codegen.files import clear_disk_errors, copy_durably, sha256_file, sync_path, write_durably
 from treadle.codegen.locks import owned_scratch, sweep_scratch
-from treadle.codegen.manifest import FileEntry, Manifest, check_relative_path, decode_manifest, encode_manifest
+from treadle.codegen.manifest import (
+    FileEntry,
+    Manifest,
+    check_relative_path,
+    decode_manifest,
+    encode_manifest,
+)
 from treadle.codegen.program import check_program
 from treadle.codegen.signing import sign
 from treadle.ir.errors import ArtifactError, BundleError

@@ -65,7 +65,7 @@ def test_each_file_damaged_in_each_way_is_refused_by_name(
 ) -> None:
     """Acceptance 6, TRAP-21: truncated, emptied, bit-flipped, removed, grown or replaced by a link."""
     root = make_bundle()
-    assert LISTED == [entry.path for entry in open_bundle(root).manifest.files]
+    assert [entry.path for entry in open_bundle(root).manifest.files] == LISTED
     damage(root / path)
     with pytest.raises(BundleError, match=path):
         use_everything(root)
