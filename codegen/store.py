@@ -100,7 +100,7 @@ class Store:
     def find_or_build(
         self,
         key: ArtifactKey,
-        build: Callable[[Path], None],
+        build: Callable[[Path], object],
         label: str,
         report: Callable[[str], None] = lambda reason: None,
     ) -> tuple[StoredObject, bool]:

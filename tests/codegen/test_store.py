@@ -28,7 +28,7 @@ def store(tmp_path: Path) -> Store:
 
 
 def put(store: Store, key: ArtifactKey, content: bytes = CONTENT) -> StoredObject:
-    found, built = store.find_or_build(key, lambda out: out.write_bytes(content) and None, "piece test")
+    found, built = store.find_or_build(key, lambda out: out.write_bytes(content), "piece test")
     assert built
     return found
 
@@ -89,7 +89,7 @@ def test_damaged_data_is_refused_with_a_reason_and_built_again(store: Store, dam
     assert [problem.digest for problem in store.verify()] == [make_key().digest]
     reasons: list[str] = []
     found, built = store.find_or_build(
-        make_key(), lambda out: out.write_bytes(CONTENT) and None, "piece test", reasons.append
+        make_key(), lambda out: out.write_bytes(CONTENT), "piece test", reasons.append
     )
     assert built and found.path.read_bytes() == CONTENT and "damaged" in reasons[0]
     assert store.verify() == []
@@ -137,7 +137,7 @@ def test_disk_full_publishes_nothing(store: Store, monkeypatch: pytest.MonkeyPat
     with monkeypatch.context() as patch:
         patch.setattr(files.os, "fsync", full)
         with pytest.raises(ArtifactError, match="disk is full"):
-            store.find_or_build(make_key(), lambda out: out.write_bytes(CONTENT) and None, "piece test")
+            store.find_or_build(make_key(), lambda out: out.write_bytes(CONTENT), "piece test")
     assert store.digests() == [] and list((store.root / "scratch").iterdir()) == []
     put(store, make_key())
 
@@ -211,7 +211,7 @@ def test_a_killed_build_leaves_a_usable_store(store: Store, tmp_path: Path, dela
     time.sleep(delay)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    found, _ = store.find_or_build(make_key(), lambda out: out.write_bytes(CONTENT) and None, "piece test")
+    found, _ = store.find_or_build(make_key(), lambda out: out.write_bytes(CONTENT), "piece test")
     assert found.path.read_bytes() == CONTENT and store.verify() == []
     store.gc()
     left = [folder for folder in (store.root / "scratch").iterdir() if any(folder.iterdir())]
