@@ -25,7 +25,6 @@ import sys, time
 def show(phase): print(phase, time.time(), flush=True)
 show("interpreter")
 from treadle import LLM, SamplingParams
-import treadle.runtime.engine.core
 show("imports")
 llm = LLM(sys.argv[1])
 show("ready")

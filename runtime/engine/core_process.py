@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from treadle.codegen.bundle import is_bundle
 from treadle.ir.config import resolve
 from treadle.ir.errors import EngineDeadError, TreadleError, UserError
 from treadle.runtime.config import EngineConfig
@@ -84,7 +85,8 @@ class CoreProcess:
     def run(self, config: EngineConfig) -> int:
         """Builds the core and serves until a shutdown. Returns the process's exit status."""
         try:
-            open_early(config)
+            if is_bundle(config.bundle):
+                open_early(config)
             from treadle.runtime.engine.core import EngineCore  # brings torch
 
             core = EngineCore(config)

@@ -9,11 +9,12 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from treadle.codegen.bundle import Bundle, is_bundle, open_bundle
+from treadle.codegen.bundle import Bundle, is_bundle
 from treadle.ir.config import resolve
 from treadle.ir.errors import UserError
 from treadle.runtime.config import EngineConfig
@@ -24,6 +25,7 @@ from treadle.runtime.engine.model_info import ModelInfo
 from treadle.runtime.engine.output_processor import OutputProcessor
 from treadle.runtime.engine.progress import Progress
 from treadle.runtime.engine.renderer_of import renderer_of
+from treadle.runtime.executor.early_open import forget_opened, open_early
 from treadle.runtime.outputs import RequestOutput
 from treadle.runtime.protocol import SchedulerStats
 from treadle.runtime.renderer import Renderer
@@ -42,21 +44,31 @@ class LLM:
     def __init__(self, model: str | Path, *, dtype: str = "auto", max_model_len: int | None = None, **arguments: Any):
         engine, compiling = split_arguments({"dtype": dtype, "max_model_len": max_model_len, **arguments})
         path = model if is_bundle(model) else _compiled(model, compiling)
-        bundle = open_bundle(path, verify_key=engine.get("verify_key"))
-        _check_dtype(dtype, bundle)
-        self._setup(resolve(EngineConfig, {"bundle": str(path), **engine}).config, renderer_of(bundle))
+        config = resolve(EngineConfig, {"bundle": str(path), **engine}).config
+        bundle = open_early(config)
+        try:
+            _check_dtype(dtype, bundle)
+            with ThreadPoolExecutor(1) as pool:  # the tokenizer is read while torch is imported
+                renderer = pool.submit(renderer_of, bundle)
+                self._setup(config, renderer.result)
+        finally:
+            forget_opened(config)
 
     @classmethod
     def from_config(cls, config: EngineConfig, renderer: Renderer | None = None) -> LLM:
         """An LLM over an explicit configuration; `renderer` may be left out when prompts are token ids."""
         llm = cls.__new__(cls)
-        llm._setup(config, renderer)
+        llm._setup(config, lambda: renderer)
         return llm
 
-    def _setup(self, config: EngineConfig, renderer: Renderer | None) -> None:
+    def _setup(self, config: EngineConfig, load_renderer: Callable[[], Renderer | None]) -> None:
         self.config = config
-        self.renderer = renderer
         self._client: InprocClient | None = InprocClient(config)
+        try:
+            self.renderer = renderer = load_renderer()
+        except UserError:
+            self.shutdown()
+            raise
         self.info: ModelInfo = self._client.info
         if renderer is not None:
             renderer.max_model_len = self.info.max_model_len

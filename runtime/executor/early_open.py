@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 
-from treadle.codegen.bundle import Bundle, is_bundle, open_bundle
+from treadle.codegen.bundle import Bundle, open_bundle
 from treadle.runtime.config import EngineConfig
 
 _opened: dict[tuple[str, str | None], tuple[Bundle, Future[None]]] = {}
 
 
-def open_early(config: EngineConfig) -> None:
-    """Begins; whoever calls `take_opened` gets the result. Raises BundleError for what the manifest alone shows."""
-    if is_bundle(config.bundle):
-        _opened[config.bundle, config.verify_key] = _open(config)
+def open_early(config: EngineConfig) -> Bundle:
+    """Begins, and returns the bundle; whoever calls `take_opened` gets both. Raises BundleError for what the manifest shows."""
+    opened = _opened[config.bundle, config.verify_key] = _open(config)
+    return opened[0]
 
 
 def take_opened(config: EngineConfig) -> tuple[Bundle, Future[None]]:
@@ -24,3 +24,8 @@ def take_opened(config: EngineConfig) -> tuple[Bundle, Future[None]]:
 def _open(config: EngineConfig) -> tuple[Bundle, Future[None]]:
     bundle = open_bundle(config.bundle, verify_key=config.verify_key)
     return bundle, bundle.verify_in_background(bundle.weight_files())
+
+
+def forget_opened(config: EngineConfig) -> None:
+    """Drops what nobody took, as after a start that failed: the files may be others by the next one."""
+    _opened.pop((config.bundle, config.verify_key), None)
