@@ -187,10 +187,11 @@ def test_the_core_killed_during_a_stream(bundle: Path) -> None:
         assert "Traceback" not in server.log()
 
 
-def test_a_killed_front_end_takes_the_core_along(bundle: Path) -> None:
+def test_a_killed_front_end_takes_the_core_along(bundle: Path, tmp_path: Path) -> None:
     """TRAP-17: kill -9 of the server leaves no engine core behind and no socket folder."""
-    with serving(bundle, max_model_len=LIMIT, num_blocks=64, environment={**os.environ, "TMPDIR": "/tmp"}) as server:
+    with serving(bundle, max_model_len=LIMIT, num_blocks=64, environment={**os.environ, "TMPDIR": str(tmp_path)}) as server:
         core = server.core()
+        assert list(tmp_path.glob("treadle-*"))
         server.process.kill()
         server.process.wait()
-        eventually(lambda: not core.is_running(), within=10)
+        eventually(lambda: not core.is_running() and not list(tmp_path.glob("treadle-*")), within=10)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import time
@@ -266,4 +267,4 @@ def test_a_stream_goes_on_beside_a_long_prompt(server: ServerProcess, text: str)
     thread.join()
     assert response.status_code == 400 and "tokens" in response.json()["error"]["message"]
     assert len(arrivals) >= 20
-    assert max(late - early for early, late in zip(arrivals, arrivals[1:], strict=False)) < 2
+    assert max(late - early for early, late in itertools.pairwise(arrivals)) < 2
