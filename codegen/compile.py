@@ -16,7 +16,7 @@ from treadle.codegen.compile_natives import compile_natives
 from treadle.codegen.compile_pieces import CompiledPiece, KeyContext, compile_pieces, default_jobs
 from treadle.codegen.config import IR_DTYPES, CompileConfig, resolve_compile
 from treadle.codegen.describe import CompiledModel, add_weights, fill_bundle, used_params
-from treadle.codegen.locks import owned_scratch
+from treadle.codegen.locks import owned_scratch, sweep_scratch
 from treadle.codegen.progress import Progress, StageClock
 from treadle.codegen.ranges import plan_ranges
 from treadle.codegen.signing import sign
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from treadle.ir.source import ModelSource
     from treadle.passes.pipeline import CompiledStages
 
+_SCRATCH = "compile-"
 DEFAULT_MODEL_LEN = 2048
 """For a model that does not state how many positions it was made for."""
 
@@ -60,7 +61,8 @@ def compile(
         sign(b"", Path(resolved.config.sign))
     kept = Store(Path(store) if store is not None else default_store_root(os.environ))
     clock = StageClock(progress or Progress())
-    with owned_scratch(_scratch_parent(), "compile-") as scratch:
+    sweep_scratch(_scratch_parent(), _SCRATCH)
+    with owned_scratch(_scratch_parent(), _SCRATCH) as scratch:
         return _Compile(model, destination, resolved, target, kept, clock, progress or Progress(), scratch).run()
 
 

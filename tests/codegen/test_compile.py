@@ -235,6 +235,14 @@ def start_compile(model: Path, output: Path, store: Path) -> subprocess.Popen[by
     return subprocess.Popen([sys.executable, "-c", code, str(model), str(output), str(store)], start_new_session=True)
 
 
+def left_scratch() -> list[Path]:
+    """Scratch folders in the system's temporary folder whose compile has died."""
+    from treadle.codegen.compile import _scratch_parent
+    from treadle.codegen.locks import sweep_scratch
+
+    return sweep_scratch(_scratch_parent(), "compile-")
+
+
 @pytest.mark.slow
 def test_a_compile_killed_at_random_moments_leaves_a_clean_result(model: Path, fresh: Path, tmp_path: Path) -> None:
     """Acceptance 6, TRAP-21: kill -9 at five moments of its life; then it works, and nothing is left over."""
@@ -253,6 +261,7 @@ def test_a_compile_killed_at_random_moments_leaves_a_clean_result(model: Path, f
     )
     open_bundle(made).verify()
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["b"]
+    assert not left_scratch()
     assert Store(fresh).verify() == []
 
 
