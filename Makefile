@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 DEMO_STAMP := $(VENV)/.demo-model
 BUNDLE ?= build/smollm2.bundle
 
-.PHONY: help install demo test check lint types unit clean
+.PHONY: help install demo test check lint types unit slow docs clean
 
 help:
 	@echo "make demo    set up, compile the bundled model ahead of time, answer a question from the bundle"
@@ -34,8 +34,7 @@ demo: install
 	$(BIN)/treadle compile smollm2 --output $(BUNDLE) --force
 	$(BIN)/treadle chat $(BUNDLE) --message "What is the capital of France?"
 
-test: check
-	$(BIN)/python -m pytest -q tests/e2e
+test: check slow
 
 check: lint types unit
 
@@ -46,8 +45,16 @@ lint: install
 types: install
 	$(BIN)/pyright
 
+# Small tests side by side, one thread each; the slow ones alone, with all cores.
 unit: install
-	$(BIN)/python -m pytest -q -m "not slow" --ignore=tests/e2e
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow"
+
+slow: install
+	$(BIN)/python -m pytest -q -m slow
+
+# The generated half of docs/reference; tests/test_docs.py fails when it is not current.
+docs: install
+	$(BIN)/python -m docs.generate
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -96,6 +96,8 @@ def _notes(changes: Mapping[str, Any]) -> list[str]:
 def _differs(bundle: Bundle, config: CompileConfig, name: str) -> bool:
     value = getattr(config, name)
     old = bundle.manifest.options.get(name)
+    if name == "dtype" and value == "auto":
+        return False  # what auto gave for this model is what the bundle recorded
     if name == "level":
         return bool(value) != bool(old)  # every level above 0 runs the same passes
     return (list(value) if isinstance(value, tuple) else value) != old

@@ -156,6 +156,16 @@ class Cast(Recipe):
         return self.of.evaluate(read).to(self.dtype.torch)
 
 
+@dataclass(frozen=True)
+class Argument(Recipe):
+    """A parameter of a piece that several calls share: the weight that the caller passes in this position."""
+
+    position: int
+
+    def evaluate(self, read: Read) -> torch.Tensor:
+        raise AssertionError("an argument has no value of its own; the call binds it")
+
+
 _NAMES: dict[type[Recipe], str] = {
     Load: "load",
     Literal: "literal",
@@ -167,6 +177,7 @@ _NAMES: dict[type[Recipe], str] = {
     AddScalar: "add_scalar",
     UnpermuteRope: "unpermute_rope",
     Cast: "cast",
+    Argument: "argument",
 }
 _CLASSES = {name: cls for cls, name in _NAMES.items()}
 

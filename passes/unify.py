@@ -8,27 +8,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass
-
-import torch
 
 from treadle.ir.graph import Graph, Value
 from treadle.ir.hashing import structural_hash
-from treadle.ir.weights import Read, Recipe, register_recipe
+from treadle.ir.weights import Argument
 from treadle.passes.split import OpCall, PieceCall, SplitGraph
-
-
-@dataclass(frozen=True)
-class Argument(Recipe):
-    """A parameter of a shared piece: the weight that the caller passes in this position."""
-
-    position: int
-
-    def evaluate(self, read: Read) -> torch.Tensor:
-        raise AssertionError("an argument has no value of its own; the call binds it")
-
-
-register_recipe("argument", Argument)
 
 
 def unify(program: SplitGraph) -> SplitGraph:

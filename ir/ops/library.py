@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from treadle.ir.ops.registry import op
 from treadle.ir.ops.reference_attention import attend_one_sequence
+from treadle.ir.ops.registry import op
 
 
 def _linear_of_one_dtype(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

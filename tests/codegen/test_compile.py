@@ -26,6 +26,8 @@ from treadle.codegen.progress import Progress
 from treadle.codegen.store import Store
 from treadle.ir.errors import BundleError, ConfigError, ModelError
 
+pytestmark = pytest.mark.slow
+
 
 class Heard(Progress):
     def __init__(self) -> None:

@@ -19,6 +19,8 @@ from treadle.runtime.outputs import CompletionOutput, RequestOutput
 from treadle.runtime.renderer import Renderer
 from treadle.runtime.sampling_params import RequestOutputKind, SamplingParams
 
+pytestmark = pytest.mark.slow
+
 LONG = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
 
 

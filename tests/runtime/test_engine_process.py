@@ -125,6 +125,8 @@ import asyncio, os, sys
 from tests.runtime.test_engine_process import Harness
 from tests.runtime.toy_model import SlowToyExecutor
 
+pytestmark = pytest.mark.slow
+
 async def main():
     harness = Harness(SlowToyExecutor)
     await harness.client.start()

@@ -12,6 +12,8 @@ from tests.models import save_model
 from treadle.ir.errors import TreadleError
 from treadle.server.cli import app
 
+pytestmark = pytest.mark.slow
+
 
 def treadle(*arguments: object) -> Result:
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
