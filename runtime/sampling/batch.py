@@ -15,7 +15,7 @@ import torch
 from treadle.runtime.sampling.metadata import LogprobPlan, SamplingMetadata, TopKTopP
 from treadle.runtime.sampling.penalties import Penalties
 from treadle.runtime.sampling.processors import AllowedTokens, BannedTokens, LogitBias, MinP
-from treadle.runtime.sampling.random_pick import seeded_uniforms
+from treadle.runtime.sampling.random_pick import draw_keys
 from treadle.runtime.sampling.slots import Rows, SlotProcessor, SlotRequest
 from treadle.runtime.sampling.topk_topp import MAX_WINDOW, P_WINDOW
 from treadle.runtime.sampling_params import SamplingParams
@@ -160,6 +160,7 @@ class SamplingBatch:
         return replace(
             fixed,
             uniforms_S=drawn.tensor(self._uniforms(drawn.slots)),
+            races=self._races(drawn.slots),
             banned=self._banned.stage(rows),
             penalties=self._penalties.stage(rows),
             changing=(*fixed.changing, *(stage for stage in changing if stage)),
@@ -167,14 +168,19 @@ class SamplingBatch:
         )
 
     def _uniforms(self, slots: np.ndarray) -> np.ndarray:
-        seeded = self._seeded[slots]
-        uniforms = np.empty(len(slots), dtype=np.float64)
-        uniforms[~seeded] = self._stream.random(int((~seeded).sum()))
-        if seeded.any():
-            own = slots[seeded]
-            lengths = [len(self._requests[slot].output_token_ids) for slot in own]  # type: ignore[union-attr]
-            uniforms[seeded] = seeded_uniforms(self._seed[own], np.array(lengths, dtype=np.uint64))
+        uniforms = np.zeros(len(slots), dtype=np.float64)
+        unseeded = ~self._seeded[slots]
+        uniforms[unseeded] = self._stream.random(int(unseeded.sum()))
         return uniforms
+
+    def _races(self, slots: np.ndarray) -> tuple[tuple[int, np.uint64], ...]:
+        rows = np.flatnonzero(self._seeded[slots])
+        if not len(rows):
+            return ()
+        own = slots[rows]
+        lengths = [len(self._requests[slot].output_token_ids) for slot in own]  # type: ignore[union-attr]
+        keys = draw_keys(self._seed[own], np.array(lengths, dtype=np.uint64))
+        return tuple(zip(rows.tolist(), keys, strict=True))
 
     def _filters(self, drawn: Rows) -> TopKTopP | None:
         k, p = self._top_k[drawn.slots], self._top_p[drawn.slots]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,7 +44,7 @@ class SamplingMetadata:
     """The batch as the sampler sees it; a field that is None or empty costs nothing.
 
     `random_rows` are the row numbers drawn at random, or None when all are; `uniforms_S` holds one float64 in
-    [0, 1) for each. `changing` stages may change the argmax and see all rows; `invariant` ones cannot and see
+    [0, 1) for each; `races` lists those that draw by a key of their own instead, as (index among S, key). `changing` stages may change the argmax and see all rows; `invariant` ones cannot and see
     only the random rows, as do `temperature_S` and `top_k_top_p`.
     `grammar_bitmask` is int32 [R, ceil(V / 32)], bit 1 = allowed; structured output sets it.
     """
@@ -53,6 +54,7 @@ class SamplingMetadata:
     random_rows: Tensor | None = None
     temperature_S: Tensor | None = None
     uniforms_S: Tensor | None = None
+    races: tuple[tuple[int, np.uint64], ...] = ()
     top_k_top_p: TopKTopP | None = None
     grammar_bitmask: Tensor | None = None
     allowed: Stage | None = None

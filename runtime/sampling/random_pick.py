@@ -1,6 +1,6 @@
-"""One token a row by inverting the cumulative distribution at a given uniform number, and the argmax.
+"""One token a row: the argmax, by inverting the cumulative distribution (unseeded), or by a race (seeded).
 
-The uniform of a seeded request depends on its seed and position alone, so nothing else in the batch, no
+The noise of a seeded request depends on its seed, position and token alone, so nothing else in the batch, no
 preemption and no chunking of its prompt can change what it draws. Legend: R and S rows, V vocabulary, B blocks.
 """
 
@@ -12,6 +12,8 @@ from torch import Tensor
 
 _BLOCK = 256
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_REACH = 42.0
+"""No noise of 52 bits spans more: a token this far below the best logit cannot win."""
 
 
 def argmax_rows(logits_RV: Tensor) -> Tensor:
@@ -53,14 +55,35 @@ def _invert(mass_SN: Tensor, uniforms_S: Tensor) -> tuple[Tensor, Tensor]:
     return index.squeeze(1), fraction.squeeze(1).clamp_(0, 1 - 2**-53)
 
 
-def seeded_uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Uniform float64 in [0, 1) for each (seed, position) of uint64; a pure function, the same on any machine.
+def race(logits_V: Tensor, key: np.uint64) -> int:
+    """Draws from softmax(logits) of one row as the argmax of logits plus Gumbel noise, a pure function of `key`.
+
+    Each token has noise of its own, so a logit that is a rounding error off (another batch, another chunking of the
+    prompt) changes the draw only where two tokens finish that close; inverting a cumulative sum would shift every
+    boundary after it. A row of NaN gives token 0. Source: Gumbel 1954, as the Gumbel-max trick.
+    """
+    logits = logits_V.detach().cpu().numpy()
+    tokens = np.flatnonzero(logits >= logits.max() - _REACH)
+    if not len(tokens):
+        return 0
+    noise = -np.log(-np.log(token_uniforms(key, tokens.astype(np.uint64))))
+    return int(tokens[np.argmax(logits[tokens] + noise)])
+
+
+def draw_keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """One uint64 for each (seed, position) of uint64; a pure function, the same on any machine.
 
     Counter-based: two rounds of the SplitMix64 finaliser (Steele, Lea and Flood 2014).
     """
     with np.errstate(over="ignore"):
-        mixed = _mix(_mix(seeds + _GOLDEN) + (positions + np.uint64(1)) * _GOLDEN)
-    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
+        return _mix(_mix(seeds + _GOLDEN) + (positions + np.uint64(1)) * _GOLDEN)
+
+
+def token_uniforms(keys: np.ndarray | np.uint64, tokens: np.ndarray) -> np.ndarray:
+    """Uniform float64 in (0, 1) for each (key, token) of uint64, by one more round."""
+    with np.errstate(over="ignore"):
+        mixed = _mix(keys + (tokens + np.uint64(1)) * _GOLDEN)
+    return ((mixed >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
 
 
 def _mix(z: np.ndarray) -> np.ndarray:

@@ -14,7 +14,7 @@ from treadle.ir.errors import ConfigError
 from treadle.runtime.protocol import LogprobRow
 from treadle.runtime.sampling.logprobs import LOGPROBS_MODES, logprob_rows, reported_values
 from treadle.runtime.sampling.metadata import SamplingMetadata, apply_bitmask
-from treadle.runtime.sampling.random_pick import argmax_rows, pick_random
+from treadle.runtime.sampling.random_pick import argmax_rows, pick_random, race
 from treadle.runtime.sampling.topk_topp import filter_top_k_top_p
 
 
@@ -88,7 +88,10 @@ class Sampler:
             logits_SV = stage.apply(logits_SV)
         if metadata.top_k_top_p is not None:
             logits_SV = filter_top_k_top_p(logits_SV, metadata.top_k_top_p)
-        return pick_random(logits_SV, metadata.uniforms_S), logits_SV
+        picked_S = pick_random(logits_SV, metadata.uniforms_S)
+        for row, key in metadata.races:
+            picked_S[row] = race(logits_SV[row], key)
+        return picked_S, logits_SV
 
 
 def _gather_logprobs(

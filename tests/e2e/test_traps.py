@@ -170,14 +170,10 @@ def test_salts_part_the_prefix_cache(llm: LLM) -> None:
 
 
 def test_preemption_changes_nothing(bundle: Path, llm: LLM) -> None:
-    """TRAP-13: a pool for about two and a half sequences, chunked prefill: texts, lengths and logprobs of a big one.
-
-    Over the 20 best tokens: batches of another size change logits by some 1e-5, and over the whole vocabulary that
-    is enough, in the tail where shares are smaller than the change, to draw a neighbour of the same token.
-    """
+    """TRAP-13: a pool for about two and a half sequences, chunked prefill: texts, lengths and logprobs of a big one."""
     prompts = ["Once upon a time", "The best way to cook rice is", "In the year 2000", "A cat and a dog"]
     params = [
-        SamplingParams(n=3, seed=place, temperature=0.8, top_k=20, ignore_eos=True, max_tokens=32, logprobs=1)
+        SamplingParams(n=3, seed=place, temperature=0.8, ignore_eos=True, max_tokens=96, logprobs=1)
         for place in range(len(prompts))
     ]
     big = llm.generate(prompts, params, use_tqdm=False)
@@ -187,8 +183,8 @@ def test_preemption_changes_nothing(bundle: Path, llm: LLM) -> None:
     assert stats.num_preemptions > 0 and stats.num_free_blocks == stats.num_blocks
     for ours, theirs in zip(outputs, big, strict=True):
         for completion, expected in zip(ours.outputs, theirs.outputs, strict=True):
-            assert completion.text == expected.text and len(completion.token_ids) == 32
-            assert completion.logprobs is not None and len(completion.logprobs) == 32
+            assert completion.text == expected.text and len(completion.token_ids) == 96
+            assert completion.logprobs is not None and len(completion.logprobs) == 96
             assert expected.logprobs is not None
             for token, ours_at, theirs_at in zip(completion.token_ids, completion.logprobs, expected.logprobs, strict=True):
                 assert ours_at[token].logprob == pytest.approx(theirs_at[token].logprob, abs=1e-4)

@@ -15,7 +15,7 @@ from tests.runtime.reference_sampler import run_chain
 from treadle.runtime.sampling.batch import SamplingBatch
 from treadle.runtime.sampling.metadata import Stage
 from treadle.runtime.sampling.penalties import Penalties
-from treadle.runtime.sampling.random_pick import seeded_uniforms
+from treadle.runtime.sampling.random_pick import draw_keys, race, token_uniforms
 from treadle.runtime.sampling.sampler import Sampler
 from treadle.runtime.sampling.slots import Rows, SlotEntries, SlotRequest
 from treadle.runtime.sampling_params import MAX_INT64, MIN_INT64, SamplingParams
@@ -120,8 +120,37 @@ def test_every_int64_is_a_seed(seed: int) -> None:
 def test_seeded_uniforms_are_uniform_and_uncorrelated() -> None:
     """C06-04: neighbouring seeds and neighbouring positions have nothing in common."""
     seeds, positions = np.meshgrid(np.arange(300, dtype=np.uint64), np.arange(300, dtype=np.uint64))
-    uniforms = seeded_uniforms(seeds.ravel(), positions.ravel()).reshape(300, 300)
-    assert uniforms.min() >= 0 and uniforms.max() < 1 and len(np.unique(uniforms)) == 90000
+    keys = draw_keys(seeds.ravel(), positions.ravel())
+    check_uniform(token_uniforms(keys, np.full(90000, 5, dtype=np.uint64)).reshape(300, 300))
+
+
+def test_noise_of_neighbouring_tokens_is_uniform_and_uncorrelated() -> None:
+    """C06-04: within one draw, and between draws, no token's noise tells another's."""
+    keys = draw_keys(np.full(300, 11, dtype=np.uint64), np.arange(300, dtype=np.uint64))
+    check_uniform(token_uniforms(keys[:, None], np.arange(300, dtype=np.uint64)[None, :]))
+
+
+def test_a_seeded_draw_follows_the_distribution() -> None:
+    """C06-04, C06-07: many keys reproduce softmax(logits), chi-square; filtered tokens never win."""
+    logits = torch.tensor([1.0, 0.0, float("-inf"), 2.0, -1.0])
+    keys = draw_keys(np.arange(20000, dtype=np.uint64), np.zeros(20000, dtype=np.uint64))
+    counts = np.bincount([race(logits, key) for key in keys], minlength=5)
+    expected = logits.softmax(-1).numpy().astype(float) * len(keys)
+    assert counts[2] == 0
+    kept = expected > 0
+    assert ((counts[kept] - expected[kept]) ** 2 / expected[kept]).sum() < 20
+
+
+def test_a_seeded_draw_survives_rounding_of_the_logits() -> None:
+    """TRAP-5, TRAP-13: over a whole flat vocabulary, logits off by 1e-5 almost never change a draw."""
+    logits = torch.randn(49152, generator=torch.Generator().manual_seed(0))
+    other = logits + 1e-5 * torch.randn(49152, generator=torch.Generator().manual_seed(1))
+    keys = draw_keys(np.arange(300, dtype=np.uint64), np.zeros(300, dtype=np.uint64))
+    assert sum(race(logits, key) != race(other, key) for key in keys) <= 1
+
+
+def check_uniform(uniforms: np.ndarray) -> None:
+    assert uniforms.min() > 0 and uniforms.max() < 1 and len(np.unique(uniforms)) == 90000
     counts = np.histogram(uniforms, bins=100, range=(0, 1))[0]
     assert ((counts - 900) ** 2 / 900).sum() < 99 + 5 * np.sqrt(2 * 99)
     for neighbour in (uniforms[1:, :], uniforms[:, 1:]):
