@@ -32,7 +32,7 @@ install: $(STAMP) $(DEMO_STAMP)
 
 demo: install
 	$(BIN)/treadle compile smollm2 --output $(BUNDLE) --force
-	$(BIN)/treadle chat $(BUNDLE) --message "What is the capital of France?"
+	$(BIN)/treadle chat $(BUNDLE) --temperature 0 --message "What is the capital of France?"
 
 test: check slow
 
