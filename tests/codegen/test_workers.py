@@ -91,12 +91,13 @@ def test_close_ends_the_family_in_the_middle_of_work(pool: WorkerPool) -> None:
 def test_the_family_ends_when_the_parent_is_killed(tmp_path: Path) -> None:
     """Acceptance 6: a compile that is killed leaves no compiler running."""
     code = (
-        "import sys, time; from pathlib import Path; from treadle.codegen.workers import WorkerPool;"
+        "import sys, time; sys.path.insert(0, sys.argv[2]); from pathlib import Path; from treadle.codegen.workers import WorkerPool;"
         "pool = WorkerPool('tests.codegen.fake_worker', 1, Path(sys.argv[1]), {});"
         "print(pool.call({'op': 'warmth'}, 'x')['pid'], flush=True);"
         "pool.call({'op': 'sleep', 'seconds': 60}, 'x')"
     )
-    parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE)
+    root = Path(__file__).parents[2]
+    parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path), str(root)], stdout=subprocess.PIPE)
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
     time.sleep(0.3)

@@ -23,6 +23,9 @@ from treadle.runtime.protocol import CoreOutput, CoreRequest, EngineDied
 from treadle.runtime.sampling_params import SamplingParams
 
 
+pytestmark = pytest.mark.slow
+
+
 class Harness:
     """A client whose outputs are kept by request."""
 
@@ -124,8 +127,6 @@ PARENT = """
 import asyncio, os, sys
 from tests.runtime.test_engine_process import Harness
 from tests.runtime.toy_model import SlowToyExecutor
-
-pytestmark = pytest.mark.slow
 
 async def main():
     harness = Harness(SlowToyExecutor)

@@ -112,6 +112,15 @@ def test_chat_goes_through_the_renderer(text_llm):
         text_llm.chat([])
 
 
+@pytest.fixture
+def interruptible():
+    """SIGINT raises KeyboardInterrupt, also where the run was started with it ignored (in the background)."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_aborts_cleanly():
     """Ctrl-C in the middle leaves no request behind, and the next call works."""
     with LLM.from_config(toy_config(SlowToyExecutor)) as llm:
