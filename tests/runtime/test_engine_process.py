@@ -22,7 +22,6 @@ from treadle.runtime.engine.core_process import CoreProcess, CoreStart
 from treadle.runtime.protocol import CoreOutput, CoreRequest, EngineDied
 from treadle.runtime.sampling_params import SamplingParams
 
-
 pytestmark = pytest.mark.slow
 
 
