@@ -23,7 +23,7 @@ from treadle.codegen.signing import sign
 from treadle.codegen.store import Store, StoredObject
 from treadle.codegen.store_location import default_store_root
 from treadle.codegen.target import Target, resolve_target
-from treadle.codegen.toolchain import toolchain
+from treadle.codegen.toolchain import toolchain, treadle_version
 from treadle.codegen.write_bundle import check_destination, writing_bundle
 from treadle.ir.config import Resolved
 from treadle.ir.errors import ConfigError
@@ -144,7 +144,7 @@ class _Compile:
                     weights=weights.result(),
                     resolved=self._resolved,
                     target=self._target,
-                    toolchain=toolchain(config.compiler),
+                    toolchain={**toolchain(config.compiler), "treadle": treadle_version()},
                 )
                 manifest = fill_bundle(writer, compiled)
             manifest.times = list(self._clock.times)

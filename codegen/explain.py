@@ -89,7 +89,7 @@ def _changed(bundle: Bundle, changes: Mapping[str, Any]) -> CompileConfig:
 def _notes(changes: Mapping[str, Any]) -> list[str]:
     """Says of each changed setting that it cannot matter to a key, if so."""
     roles = {field.name: field.metadata["role"] for field in dataclasses.fields(CompileConfig)}
-    idle = [name for name in changes if roles[name] is not KEY or name == "max_model_len"]
+    idle = [name for name in changes if roles[name] is not KEY]
     return [f"{name} enters no key" for name in idle]
 
 
@@ -138,8 +138,9 @@ def _keys(bundle: Bundle, config: CompileConfig) -> list[tuple[str, ArtifactKey 
 def _piece_toolchain(recorded: Mapping[str, str], backend: str) -> dict[str, str]:
     from treadle.codegen.toolchain import NO_COMPILER
 
+    entered = {name: version for name, version in recorded.items() if name != "treadle"}
     needs = BACKENDS.get(backend).needs_compiler
-    return {**recorded, **({} if needs else {"compiler": NO_COMPILER})}
+    return {**entered, **({} if needs else {"compiler": NO_COMPILER})}
 
 
 def _options_only(name: str, context: KeyContext, scratch: Path) -> Backend:

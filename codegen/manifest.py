@@ -132,7 +132,7 @@ class StageTime(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Everything a start needs to know. `toolchain` maps torch, compiler, treadle, ... to their versions."""
+    """Everything a start needs to know. `toolchain` maps torch, compiler, codegen and treadle to their versions."""
 
     schema: int
     model: ModelEntry

@@ -21,7 +21,8 @@ class Step(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     Op steps: "attention" takes q [T, Hq, D], k [T, Hk, D], v [T, Hk, Dv] and gives [T, Hq, Dv]; its attrs are layer,
     scale, window (visible tokens including self, or null), softcap (or null), num_heads, num_kv_heads, head_size.
-    "select_rows" takes x [T, H] and rows i64[S] and gives [S, H].
+    "select_rows" takes x [T, H] and rows i64[S] and gives [S, H]. Any other op of the dialect that splits runs its
+    eager reference; its attrs carry `operands`, the schema's names of the inputs, then of the params.
     """
 
     kind: Literal["piece", "op"]

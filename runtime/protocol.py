@@ -103,8 +103,11 @@ class EngineReady(msgspec.Struct, kw_only=True, tag="ready"):
     info: dict[str, Any]
 
 
-class EngineDied(msgspec.Struct, kw_only=True, tag="died"):
+class EngineDied(msgspec.Struct, kw_only=True, tag="died", omit_defaults=True):
+    """Sent last. `user_error` names the class of treadle.ir.errors if the caller can fix what stopped the start."""
+
     reason: str
+    user_error: str | None = None
 
 
 CoreMessage = CoreOutputs | UtilityResult | EngineReady | EngineDied

@@ -85,6 +85,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         return self.temperature < MIN_TEMPERATURE
 
     @property
+    def wants_logprobs(self) -> bool:
+        """Whether each sampled token comes with logprobs: of the likeliest tokens, or of named ones."""
+        return self.logprobs is not None or bool(self.logprob_token_ids)
+
+    @property
     def stop_strings(self) -> list[str]:
         """`stop` in its normalised form."""
         return self.stop if isinstance(self.stop, list) else []

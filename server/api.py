@@ -20,7 +20,7 @@ from treadle.server.completions import create_completion
 from treadle.server.config import ServerConfig
 from treadle.server.errors import ApiError, bad_request
 from treadle.server.middleware import Gatekeeper
-from treadle.server.prompts import checked_ids, encoded, rendered_chat
+from treadle.server.prompts import checked_ids, encoded, generation_prompt_options, rendered_chat
 from treadle.server.responses import JsonResponse, error_response
 from treadle.server.schemas import DetokenizeBody, TokenizeBody
 from treadle.server.state import ServerState
@@ -109,8 +109,7 @@ async def _tokenized(body: TokenizeBody, state: ServerState) -> list[int]:
         return await encoded(body.prompt, "prompt", body.add_special_tokens is not False, state)
     options = {
         "tools": body.tools,
-        "add_generation_prompt": body.add_generation_prompt,
-        "continue_final_message": body.continue_final_message,
+        **generation_prompt_options(body),
         "kwargs": body.chat_template_kwargs,
     }
     return (await rendered_chat(body.messages, options, state)).token_ids

@@ -22,7 +22,7 @@ def chat(
     system: Annotated[str | None, typer.Option("--system", help="The system message.")] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="Most tokens of each answer.")] = 256,
     temperature: Annotated[float | None, typer.Option("--temperature", help="0 is greedy.")] = None,
-    seed: Annotated[int | None, typer.Option("--seed")] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="Makes drawn answers repeatable.")] = None,
 ) -> None:
     """Prints each answer; the history grows with each turn."""
     from treadle import LLM

@@ -57,15 +57,17 @@ def _showing() -> Iterator[ShownProgress]:
 def compile(
     model: Annotated[str, typer.Argument(help="A Hugging Face folder, a .gguf file or the alias smollm2.")],
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to write the bundle; default NAME.bundle.")] = None,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    target: Annotated[str, typer.Option(help="cpu (this machine) or, for example, cpu:x86-64-avx2.")] = "cpu",
+    dtype: Annotated[str | None, typer.Option(help="auto (default: the model's own), float32, bfloat16 or float16.")] = None,
+    target: Annotated[str | None, typer.Option(help="cpu (default: this machine) or, for example, cpu:x86-64-avx2.")] = None,
     level: Annotated[int | None, typer.Option("-O", help="Optimization level: 0 eager, 1, 2 (default), 3.")] = None,
     backend: Annotated[str | None, typer.Option(help="inductor or eager; default what the level says.")] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Longest request in tokens, prompt and answer.")] = None,
     max_num_batched_tokens: Annotated[int | None, typer.Option(help="Most tokens in one step.")] = None,
     exact_size: Annotated[list[int] | None, typer.Option(help="A token count that gets its own artifact; repeatable.")] = None,
     disable_pass: Annotated[list[str] | None, typer.Option(help="A pass to leave out; repeatable.")] = None,
-    store_weights: Annotated[bool, typer.Option(help="Write the transformed weights into the bundle.")] = True,
+    store_weights: Annotated[
+        bool | None, typer.Option("--store-weights/--no-store-weights", help="Write the transformed weights into the bundle (default: yes).")
+    ] = None,
     sign: Annotated[Path | None, typer.Option(help="ed25519 private key (PEM) to sign the manifest with.")] = None,
     force: Annotated[bool, typer.Option("--force", "-f", help="Replace a bundle that is already there.")] = False,
     store: Annotated[Path | None, typer.Option(help="The artifact store; default TREADLE_STORE or the user's cache.")] = None,
@@ -86,7 +88,7 @@ def compile(
         "disabled_passes": tuple(disable_pass) if disable_pass else None,
         "store_weights": store_weights,
         "sign": str(sign) if sign else None,
-        "force": force,
+        "force": force or None,
         "jobs": jobs,
         "compiler": compiler,
     }

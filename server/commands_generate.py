@@ -17,9 +17,9 @@ def generate(
     prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="A prompt; may be repeated.")] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="Most tokens of each answer.")] = 128,
     temperature: Annotated[float | None, typer.Option("--temperature", help="0 is greedy.")] = None,
-    top_p: Annotated[float | None, typer.Option("--top-p")] = None,
-    top_k: Annotated[int | None, typer.Option("--top-k")] = None,
-    seed: Annotated[int | None, typer.Option("--seed")] = None,
+    top_p: Annotated[float | None, typer.Option("--top-p", help="Draw from the likeliest tokens that hold this share.")] = None,
+    top_k: Annotated[int | None, typer.Option("--top-k", help="Draw from this many likeliest tokens.")] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="Makes drawn answers repeatable.")] = None,
     stop: Annotated[list[str] | None, typer.Option("--stop", help="Text that ends an answer; may be repeated.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a prompt.")] = False,
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -28,6 +29,7 @@ def _option(flag: str, doc: str, panel: str) -> Any:
 
 @app.command(help="Serve a bundle over the OpenAI API, until SIGTERM. Settings not given are the bundle's or automatic.")
 def serve(
+    context: typer.Context,
     source: Annotated[str, typer.Argument(metavar="BUNDLE_OR_MODEL", help="A bundle, or a model to compile first.")],
     host: Annotated[str | None, _option("--host", "Address to listen on (default: 127.0.0.1).", _SERVER)] = None,
     port: Annotated[int | None, _option("--port", "Port to listen on (default: 8000); 0: any.", _SERVER)] = None,
@@ -86,48 +88,44 @@ def serve(
     scheduling_policy: Annotated[
         str | None, _option("--scheduling-policy", "fcfs or priority (default: fcfs).", _ENGINE)
     ] = None,
+    enable_chunked_prefill: Annotated[
+        bool | None,
+        typer.Option(
+            "--enable-chunked-prefill/--no-enable-chunked-prefill",
+            help="Compute a long prompt over several steps (default: yes).",
+            rich_help_panel=_ENGINE,
+            show_default=False,
+        ),
+    ] = None,
+    long_prefill_token_threshold: Annotated[
+        int | None,
+        _option("--long-prefill-token-threshold", "Tokens of one prompt in a step while others wait (default: no limit).", _ENGINE),
+    ] = None,
+    max_num_active_seqs: Annotated[
+        int | None, _option("--max-num-active-seqs", "Requests that may run at once (default: --max-num-seqs).", _ENGINE)
+    ] = None,
+    watermark: Annotated[
+        float | None, _option("--watermark", "Share of KV blocks kept free at admission (default: 0.01).", _ENGINE)
+    ] = None,
+    logprobs_mode: Annotated[
+        str | None, _option("--logprobs-mode", "What logprobs show (default: raw_logprobs).", _ENGINE)
+    ] = None,
+    executor: Annotated[
+        str | None, _option("--executor", "An executor's name or module:Class (default: uni).", _ENGINE)
+    ] = None,
     attention_backend: Annotated[str | None, _option("--attention-backend", "A backend's name (default: auto).", _ENGINE)] = None,
     num_threads: Annotated[int | None, _option("--num-threads", "Compute threads.", _ENGINE)] = None,
     seed: Annotated[int | None, _option("--seed", "Seed of requests that bring none (default: 0).", _ENGINE)] = None,
 ) -> None:
     """Starts, serves and exits with the server's code."""
+    given = {name: value for name, value in context.params.items() if value is not None}
     keys = (*(api_key or ()), *take_api_keys())
     names = tuple(served_model_name or ())
-    server = resolve(
-        ServerConfig,
-        _given(
-            host=host,
-            port=port,
-            api_keys=keys or None,
-            served_model_names=names or None,
-            generation_config=generation_config,
-            drain_timeout=drain_timeout,
-            max_inflight_requests=max_inflight_requests,
-            max_body_bytes=max_body_bytes,
-            max_logprobs=max_logprobs,
-        ),
+    server = resolve(ServerConfig, _of(ServerConfig, given | _some(api_keys=keys, served_model_names=names)))
+    chosen = {name: value for name, value in given.items() if name != "served_model_name"} | _some(
+        served_model_name=names[:1] and names[0], verify_key=verify
     )
-    engine = resolve(
-        EngineConfig,
-        _given(
-            bundle=_bundle_of(source, require_artifacts),
-            verify_key=verify,
-            served_model_name=names[0] if names else None,
-            generation_config=generation_config,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            block_size=block_size,
-            num_blocks=num_blocks,
-            kv_cache_bytes=kv_cache_bytes,
-            enable_prefix_caching=enable_prefix_caching,
-            prefix_hash=prefix_hash,
-            scheduling_policy=scheduling_policy,
-            attention_backend=attention_backend,
-            num_threads=num_threads,
-            seed=seed,
-        ),
-    )
+    engine = resolve(EngineConfig, _of(EngineConfig, chosen | {"bundle": _bundle_of(source, require_artifacts)}))
     _log_settings(server, engine)
     raise typer.Exit(uvloop.run(_serve(server.config, engine.config)))
 
@@ -160,8 +158,13 @@ def _bundle_of(source: str, require_artifacts: bool | None) -> str:
     return compile_first(source)
 
 
-def _given(**settings: Any) -> dict[str, Any]:
-    return {name: value for name, value in settings.items() if value is not None}
+def _of(config: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What of the given settings belongs to `config`."""
+    return {field.name: given[field.name] for field in dataclasses.fields(config) if field.name in given}
+
+
+def _some(**settings: Any) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if value}
 
 
 def _log_settings(*resolved: Resolved[Any]) -> None:

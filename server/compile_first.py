@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 import sys
 from pathlib import Path
@@ -11,11 +12,13 @@ from treadle.server.environment import store_root
 
 
 def compile_first(model: str) -> str:
-    """Returns the folder of a bundle made from `model` now, beside the store. Raises ArtifactError if that fails.
+    """Returns the folder of a bundle made from `model` now, beside the store, named after its path. Raises ArtifactError if that fails.
 
     What the store already holds is not compiled again. The compile prints its own progress and reasons.
     """
-    folder = store_root().parent / "bundles" / (Path(model).resolve().name.removesuffix(".gguf") + ".bundle")
+    place = Path(model).expanduser().resolve()
+    name = f"{place.name.removesuffix('.gguf')}-{hashlib.sha256(str(place).encode()).hexdigest()[:8]}.bundle"
+    folder = store_root().parent / "bundles" / name
     folder.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "treadle.server.cli", "compile", model, "--output", str(folder), "--force"]
     code = subprocess.run(command, check=False).returncode

@@ -1,4 +1,4 @@
-"""The one place that reads environment variables. Secrets are taken out of the environment when read, so that no
+"""What the server reads from environment variables. Secrets are taken out of the environment when read, so that no
 child process inherits them."""
 
 from __future__ import annotations

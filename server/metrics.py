@@ -29,7 +29,7 @@ COUNTERS = {
     "treadle_prefix_cache_hits": ("prefix_hits", "Prompt tokens found in the prefix cache"),
     "treadle_preemptions": ("num_preemptions", "Sequences preempted for want of KV blocks"),
     "treadle_sequences_aborted": ("num_aborted", "Sequences aborted in the engine; each of n counts"),
-    "treadle_prompt_tokens": ("prompt_tokens", "Prompt tokens computed"),
+    "treadle_prompt_tokens": ("prompt_tokens", "Prompt tokens of admitted requests, cached ones included"),
     "treadle_generation_tokens": ("generation_tokens", "Tokens generated"),
     "treadle_engine_steps": ("num_steps", "Steps of the engine"),
     "treadle_compilations_after_ready": ("compilations_after_ready", "Compilations since ready; should stay 0"),

@@ -9,7 +9,7 @@ from treadle.ir.errors import UserError
 from treadle.runtime.renderer import Prompt, PromptTooLong
 from treadle.server.errors import ApiError, as_api_error, bad_request
 from treadle.server.sampling import too_long
-from treadle.server.schemas import ChatBody, CompletionBody
+from treadle.server.schemas import ChatBody, CompletionBody, TokenizeBody
 from treadle.server.state import ServerState
 
 
@@ -30,13 +30,20 @@ async def chat_prompt(body: ChatBody, state: ServerState) -> Prompt:
         kwargs.setdefault("reasoning_effort", body.reasoning_effort)
     options = {
         "tools": body.tools if body.tool_choice != "none" else None,
-        "add_generation_prompt": body.add_generation_prompt is not False and not body.continue_final_message,
-        "continue_final_message": bool(body.continue_final_message),
+        **generation_prompt_options(body),
         "kwargs": kwargs,
     }
     if (body.n or 1) > state.config.max_sequences_per_request:
         raise bad_request(f"n={body.n} is more than {state.config.max_sequences_per_request} sequences", "n")
     return truncated(await rendered_chat(body.messages, options, state), body, state)
+
+
+def generation_prompt_options(body: ChatBody | TokenizeBody) -> dict[str, bool]:
+    """How a chat prompt ends: with the head of a new answer, unless told not to or the last message goes on."""
+    return {
+        "add_generation_prompt": body.add_generation_prompt is not False and not body.continue_final_message,
+        "continue_final_message": bool(body.continue_final_message),
+    }
 
 
 async def rendered_chat(messages: Any, options: Mapping[str, Any], state: ServerState) -> Prompt:

@@ -28,11 +28,12 @@ class Work(Generic[B]):
     def __init__(self, state: ServerState, body: B, model: str, prefix: str, prompts: list[Prompt]):
         self.state = state
         self.body = body
-        self.id = f"{prefix}-{uuid.uuid4().hex}"
+        unique = uuid.uuid4().hex
+        self.id = f"{prefix}-{body.request_id or unique}"
         self.prompts = prompts
         self.base = {"id": self.id, "created": int(time.time()), "model": model}
         jobs = [
-            Job(f"{self.id}-{i}", p.token_ids, sampling_params(body, state, len(p.token_ids)), p.text)
+            Job(f"{prefix}-{unique}-{i}", p.token_ids, sampling_params(body, state, len(p.token_ids)), p.text)
             for i, p in enumerate(prompts)
         ]
         self.generation = Generation(state, jobs, body)

@@ -22,6 +22,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from treadle.ir import errors
 from treadle.ir.errors import EngineDeadError, UserError
 from treadle.runtime.config import EngineConfig
 from treadle.runtime.engine.core_process import CoreStart
@@ -165,7 +166,7 @@ class ProcessClient:
             elif isinstance(message, EngineReady):
                 self._become_ready(ModelInfo.from_dict(message.info))
             elif isinstance(message, EngineDied):
-                self._die(message.reason)
+                self._die(message.reason, message.user_error)
 
     def _become_ready(self, info: ModelInfo) -> None:
         assert self._ready is not None
@@ -181,12 +182,12 @@ class ProcessClient:
         else:
             future.set_exception(UserError(result.error))
 
-    def _die(self, reason: str) -> None:
+    def _die(self, reason: str, user_error: str | None = None) -> None:
         if self.dead_reason is not None:
             return
         self.dead_reason = reason
         if self._ready is not None and not self._ready.done():
-            self._ready.set_exception(EngineDeadError(f"the engine core did not start: {reason}"))
+            self._ready.set_exception(_start_error(reason, user_error))
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(EngineDeadError(reason))
@@ -247,6 +248,14 @@ class ProcessClient:
         self._to_core.close()
         self._from_core.close()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _start_error(reason: str, user_error: str | None) -> Exception:
+    """What stopped the start, as the class it had in the core's process."""
+    kind = getattr(errors, user_error, None) if user_error else None
+    if isinstance(kind, type) and issubclass(kind, UserError):
+        return kind(reason)
+    return EngineDeadError(f"the engine core did not start: {reason}")
 
 
 def _private_folder() -> str:

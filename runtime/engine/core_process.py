@@ -91,7 +91,7 @@ class CoreProcess:
 
             core = EngineCore(config)
         except Exception as error:
-            self.send(EngineDied(reason=_startup_reason(error)))
+            self.send(_startup_failure(error))
             if not isinstance(error, TreadleError):
                 logger.exception("the engine core did not start")
             return 1
@@ -168,8 +168,10 @@ def _call(core: Any, message: UtilityCall) -> UtilityResult:
         return UtilityResult(call_id=message.call_id, error=f"{type(error).__name__}: {error}")
 
 
-def _startup_reason(error: Exception) -> str:
-    return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+def _startup_failure(error: Exception) -> EngineDied:
+    if isinstance(error, UserError):
+        return EngineDied(reason=str(error), user_error=type(error).__name__)
+    return EngineDied(reason=f"{type(error).__name__}: {error}")
 
 
 def _exit_with_parent(folder: str) -> None:

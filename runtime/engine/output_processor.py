@@ -135,7 +135,7 @@ class OutputProcessor:
             Completion(
                 index,
                 IncrementalDetokenizer(self._detokenizers, child.sampling_params, request.prompt_token_ids),
-                child.sampling_params.logprobs is not None,
+                child.sampling_params.wants_logprobs,
             )
             for index, child in enumerate(request.children)
         ]

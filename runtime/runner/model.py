@@ -133,7 +133,7 @@ class LoadedModel:
             return _attention_step(make_attention(shape, sinks), shape.layer, sources, targets[0])
         if step.op == "select_rows":
             return _select_step(sources, targets[0])
-        raise BundleError(f"unknown op step {step.op!r}; this version runs attention and select_rows")
+        return _reference_step(step, sources, [self._weights[name] for name in step.params], targets)
 
     def run_body(self, input_ids: torch.Tensor, positions: torch.Tensor) -> Values:
         """Runs everything up to the row selection on i64 [T] ids and positions; needs a forward context."""
@@ -207,6 +207,27 @@ def _select_step(sources: list[int], target: int) -> BoundStep:
 
     def run(values: Values) -> None:
         values[target] = values[x_at].index_select(0, values[rows_at])
+
+    return run
+
+
+def _reference_step(step: Step, sources: list[int], params: list[torch.Tensor], targets: list[int]) -> BoundStep:
+    """Any other op of the dialect that splits the graph: its eager reference runs between the pieces."""
+    from treadle.ir.ops.registry import dialect
+
+    row = dialect().get(step.op)
+    if row is None:
+        known = ", ".join(sorted(name for name, op in dialect().items() if op.splits))
+        raise BundleError(f"unknown op step {step.op!r}; this version runs {known}; compile the model again")
+    attrs = {name: step.attrs[name] for name in row.attributes}
+    weights = dict(zip(step.attrs["operands"][len(sources) :], params, strict=True))
+    names = step.attrs["operands"][: len(sources)]
+
+    def run(values: Values) -> None:
+        tensors = {name: values[source] for name, source in zip(names, sources, strict=True)}
+        outputs = row.reference(**tensors, **weights, **attrs)
+        for target, output in zip(targets, outputs if len(targets) > 1 else (outputs,), strict=True):
+            values[target] = output
 
     return run
 
