@@ -43,14 +43,14 @@ lint: install
 	$(BIN)/lint-imports --no-cache
 
 types: install
-	$(BIN)/pyright
+	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
 
-# Small tests side by side, one thread each; the slow ones alone, with all cores.
+# Two test processes; small tests compute on one thread each. Files of slow tests stay together: they share servers.
 unit: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow"
 
 slow: install
-	$(BIN)/python -m pytest -q -m slow
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m slow
 
 # The generated half of docs/reference; tests/test_docs.py fails when it is not current.
 docs: install

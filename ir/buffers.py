@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -25,7 +27,7 @@ def _initialised(model: nn.Module, path: str, module: nn.Module, names: list[str
     known = {n: b for n in names if (b := module._buffers[n]) is not None}
     if all(not buffer.is_meta for buffer in known.values()):
         return {name: buffer.detach().clone() for name, buffer in known.items()}
-    initialise = getattr(_owner(model, path), "_init_weights", None)
+    initialise: Any = getattr(_owner(model, path), "_init_weights", None)
     if initialise is None:
         return {}
     try:

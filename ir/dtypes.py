@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+TorchDType = torch.dtype
+
 
 class DType(str):
     """The name of an element type; prints bare in the text form."""
@@ -11,11 +13,11 @@ class DType(str):
     __slots__ = ()
 
     @property
-    def torch(self) -> torch.dtype:
+    def torch(self) -> TorchDType:
         return _TO_TORCH[str(self)]
 
     @staticmethod
-    def of(dtype: torch.dtype) -> DType:
+    def of(dtype: TorchDType) -> DType:
         return _FROM_TORCH[dtype]
 
 

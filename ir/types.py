@@ -65,7 +65,7 @@ def evaluate(dim: object, tokens: int | torch.SymInt) -> int:
     if not isinstance(dim, sympy.Expr):
         return dim  # type: ignore[return-value]
     if isinstance(tokens, int):
-        return int(dim.subs(T, tokens))
+        return int(dim.subs(T, tokens))  # type: ignore[arg-type]
     return sympy.lambdify(T, dim, modules=[{"floor": lambda x: x.__floor__()}, "math"])(tokens)
 
 
@@ -73,7 +73,7 @@ def affine(points: dict[int, int]) -> Dim:
     """The affine dimension through measured `{tokens: size}` points. Raises ValueError if there is none."""
     (t0, d0), (t1, d1), *rest = points.items()
     slope = sympy.Rational(d1 - d0, t1 - t0)
-    dim = simplify(sympy.expand(slope * (T - t0) + d0))
+    dim = simplify(sympy.expand(slope * (T - t0) + d0))  # type: ignore[operator]
     if any(evaluate(dim, t) != d for t, d in rest):
         raise ValueError(f"a dimension is not affine in T: {points}")
     return dim

@@ -89,7 +89,7 @@ class PlainStream:
 class FastStream(PlainStream):
     """The same through the tokenizers library's own streaming decoder."""
 
-    _tokenizer: Tokenizer
+    _tokenizer: Tokenizer  # type: ignore[override]
 
     def step(self, token_id: int) -> str:
         try:

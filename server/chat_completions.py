@@ -40,7 +40,7 @@ async def _whole(work: Work[ChatBody]) -> dict[str, Any]:
         }
         for completion in completions
     ]
-    found = {**work.base, "object": "chat.completion", "choices": choices, "usage": work.usage()}
+    found: dict[str, Any] = {**work.base, "object": "chat.completion", "choices": choices, "usage": work.usage()}
     rows = work.generation.prompt_logprobs[0]
     if work.body.prompt_logprobs is not None and rows is not None:
         found["prompt_logprobs"] = prompt_logprobs(rows, work.state.renderer.token_text)

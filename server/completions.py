@@ -70,7 +70,7 @@ class _Shape:
         prompt_rows = self._prompt_rows.setdefault(prompt_index, prompt_rows)  # a stream brings them once
         text = "" if self._only_prompt else completion.text
         full = (self._prompt_text(prompt_index) if echo else "") + text
-        choice = {
+        choice: dict[str, Any] = {
             "index": index,
             "text": full,
             "logprobs": self._logprobs(prompt_index, index, completion, prompt_rows if echo else None),

@@ -5,6 +5,7 @@ ATen ops need no row: their schema and reference are torch's own. Ops of the dia
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -59,17 +60,19 @@ def op(
 
     def register(reference: Callable[..., Any]) -> Callable[..., Any]:
         row = _from_schema(torch._C.parse_schema(f"treadle::{schema}"), reference)
-        details = {
-            "splits": splits,
-            "reads": tuple(reads),
-            "writes": tuple(writes),
-            "fake": fake,
-            "doc": (reference.__doc__ or "").strip(),
-        }
         name = row.name.removeprefix("treadle.")
         if name in _DIALECT:
             raise VerifyError(f"op {name!r} is already registered")
-        _DIALECT[name] = Op(**{**row.__dict__, **details, "name": name, "schema": schema})
+        _DIALECT[name] = dataclasses.replace(
+            row,
+            name=name,
+            schema=schema,
+            splits=splits,
+            reads=tuple(reads),
+            writes=tuple(writes),
+            fake=fake,
+            doc=(reference.__doc__ or "").strip(),
+        )
         return reference
 
     return register

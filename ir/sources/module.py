@@ -53,7 +53,7 @@ class ModuleSource(ModelSource):
 
     @property
     def generation_config(self) -> dict[str, Any]:
-        stated = getattr(self.module, "generation_config", None)
+        stated: Any = getattr(self.module, "generation_config", None)
         return stated.to_diff_dict() if stated is not None else special_ids(self.config)
 
     def read(self, name: str) -> torch.Tensor:

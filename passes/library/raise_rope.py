@@ -61,7 +61,7 @@ def _is_last(node: Node) -> bool:
 
 def _halves(match: Match) -> bool:
     low, high = match["low"], match["high"]
-    half = _rotary(match) // 2
+    half = _rotary(match) // 2  # type: ignore[operator]
     bounds = low.attrs.get("start"), low.attrs.get("end"), high.attrs.get("start"), high.attrs.get("end")
     return bounds == (None, half, half, None) and _is_last(low) and _is_last(high)
 

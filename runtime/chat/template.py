@@ -161,8 +161,8 @@ def _environment() -> ImmutableSandboxedEnvironment:
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
+    helpers: dict[str, Any] = environment.globals
+    helpers |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
     return environment
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import random
 from pathlib import Path
 
@@ -18,15 +20,28 @@ WORDS = (
 
 
 @pytest.fixture(scope="session")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("store")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of this run that all test processes see."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 @pytest.fixture(scope="session")
-def bundle(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def store(shared: Path) -> Path:
+    return shared / "store"
+
+
+@pytest.fixture(scope="session")
+def bundle(store: Path, shared: Path) -> Path:
     """SmolLM2-135M-Instruct in float32, compiled once for the whole run."""
-    output = tmp_path_factory.mktemp("bundles") / "smollm2.bundle"
-    return Path(treadle.compile("smollm2", output=output, store=store, dtype="float32"))
+    output = shared / "smollm2.bundle"
+    with open(shared / "bundle.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not output.exists():
+            treadle.compile("smollm2", output=output, store=store, dtype="float32")
+    return output
 
 
 @pytest.fixture(scope="session")
