@@ -8,11 +8,12 @@ STAMP := $(VENV)/.installed
 DEMO_STAMP := $(VENV)/.demo-model
 BUNDLE ?= build/smollm2.bundle
 
-.PHONY: help install demo test check lint types unit slow docs clean
+.PHONY: help install demo test test-all check lint types unit slow docs clean
 
 help:
 	@echo "make demo    set up, compile the bundled model ahead of time, answer a question from the bundle"
 	@echo "make test    set up, run every check and test (CPU only)"
+	@echo "make test-all  the long proofs too"
 	@echo "make check   the fast loop: lint, types, room order, unit tests"
 
 $(BIN)/python:
@@ -47,10 +48,14 @@ types: install
 
 # Two test processes; small tests compute on one thread each. Files of slow tests stay together: they share servers.
 unit: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow and not exhaustive"
 
 slow: install
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m slow
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "slow and not exhaustive"
+
+# Long proofs too: real-model quantization, many architectures and processes.
+test-all: test
+	$(BIN)/python -m pytest -q -m exhaustive
 
 # The generated half of docs/reference; tests/test_docs.py fails when it is not current.
 docs: install

@@ -171,7 +171,7 @@ def test_salts_part_the_prefix_cache(llm: LLM) -> None:
 
 def test_preemption_changes_nothing(bundle: Path, llm: LLM) -> None:
     """TRAP-13: a pool for about two and a half sequences, chunked prefill: texts, lengths and logprobs of a big one."""
-    prompts = ["Once upon a time", "The best way to cook rice is", "In the year 2000", "A cat and a dog"]
+    prompts = ["Once upon a time", "The best way to cook rice is"]
     params = [
         SamplingParams(n=3, seed=place, temperature=0.8, ignore_eos=True, max_tokens=96, logprobs=1)
         for place in range(len(prompts))

@@ -12,7 +12,8 @@ import pytest
 
 from tests.runtime.toy_model import SlowToyExecutor, UnstartableExecutor, toy_config
 from tests.server.tiny_tokenizer import write_tokenizer
-from treadle.ir.errors import EngineDeadError, UserError
+from treadle.ir.errors import BundleError, EngineDeadError, UserError
+from treadle.runtime.config import EngineConfig
 from treadle.runtime.engine.async_engine import AsyncEngine, OutputQueue
 from treadle.runtime.engine.llm import LLM
 from treadle.runtime.outputs import CompletionOutput, RequestOutput
@@ -192,6 +193,19 @@ def test_a_killed_core_ends_streams_with_an_error(renderer):
             await engine.stats()
 
     with_engine(renderer, body)
+
+
+def test_a_mistake_of_the_caller_keeps_its_class(renderer, tmp_path):
+    """What a bundle is refused for in the core's process arrives as the BundleError it was."""
+    (tmp_path / "manifest.json").write_text("{")
+
+    async def run() -> None:
+        engine = AsyncEngine(EngineConfig(bundle=str(tmp_path)), load_renderer=lambda config: renderer)
+        with pytest.raises(BundleError, match="manifest"):
+            await engine.wait_ready()
+        await engine.shutdown()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
 
 
 def test_a_core_that_cannot_start_says_why(renderer):

@@ -172,6 +172,14 @@ def test_logprobs_have_decoded_tokens_and_the_first_prompt_position_none(inputs,
     assert output.prompt_logprobs[0] is None and output.prompt_logprobs[1][6].logprob == -3.0
 
 
+def test_named_tokens_have_logprobs_of_their_own(inputs, renderer):
+    """C06-02: logprob_token_ids alone asks for logprobs; no number of likeliest tokens is needed beside it."""
+    token = renderer.encode("fox")[0]
+    row = LogprobRow([token, 70], [-1.0, -0.5], [2, 1])
+    done, _ = run(renderer, inputs, SamplingParams(logprob_token_ids=[70]), [[out("a", [token], logprobs=[row])]])
+    assert list(done[0].outputs[0].outputs[0].logprobs[0]) == [token, 70]
+
+
 def test_a_duplicate_id_in_flight_is_refused(inputs, renderer):
     """TRAP-16: the second request is refused, the first is left alone; n > 1 cannot collide with a child's id."""
     _, processor = run(renderer, inputs, SamplingParams(n=2), [])

@@ -52,6 +52,13 @@ def test_compile_shows_each_stage_with_its_time_and_prints_the_path(compiled: Re
     assert "compile piece 4 of 4 (piece logits for 1-64 tokens)" in compiled.output
 
 
+def test_settings_say_who_chose_them(bundle: Path) -> None:
+    """C09-02: only what was asked for on the command line came from the user."""
+    rows = {row["field"]: row["source"] for row in json.loads(treadle("inspect", bundle, "--json").stdout)["settings"]}
+    assert rows["level"] == rows["max_num_batched_tokens"] == "user"
+    assert {rows[name] for name in ("target", "store_weights", "force", "jobs", "exact_sizes")} <= {"default", "platform"}
+
+
 def test_inspect_prints_what_the_bundle_is(bundle: Path) -> None:
     """Acceptance 9: stages, passes with counts, pieces, dispatch, sizes, settings with reasons."""
     text = treadle("inspect", bundle).output

@@ -132,6 +132,21 @@ def test_token_ids_are_prompts(http: httpx.Client) -> None:
     assert chat(http).json()["usage"]["prompt_tokens"] == rendered["count"]
 
 
+def test_a_message_to_be_continued_can_be_counted(http: httpx.Client) -> None:
+    """/tokenize ends a chat as /v1/chat/completions would: inside the last message if that goes on."""
+    begun = [*USER, {"role": "assistant", "content": "The answer"}]
+    open_ended = http.post("/tokenize", json={"messages": begun, "continue_final_message": True}).json()
+    assert open_ended["count"] < http.post("/tokenize", json={"messages": begun}).json()["count"]
+    answer = chat(http, messages=begun, continue_final_message=True).json()
+    assert answer["usage"]["prompt_tokens"] == open_ended["count"]
+
+
+def test_an_answer_carries_the_callers_request_id(http: httpx.Client) -> None:
+    """The id may repeat: it names the answer, not the work."""
+    for _ in range(2):
+        assert chat(http, request_id="mine").json()["id"] == "chatcmpl-mine"
+
+
 @pytest.mark.parametrize("tokens", [[-1], [2**31], [10**30], [1.5], [True], [{}], 7, None])
 def test_bad_ids_are_refused(http: httpx.Client, tokens: Any) -> None:
     """Ids outside the vocabulary, or no ids, name the field."""
