@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treadle.codegen.backends import Backend, make_backend
+from treadle.codegen.choose_passes import pipeline_options, settle_passes, with_passes
 from treadle.codegen.compile_natives import compile_natives
 from treadle.codegen.compile_pieces import CompiledPiece, KeyContext, compile_pieces, default_jobs
 from treadle.codegen.config import IR_DTYPES, CompileConfig, resolve_compile
@@ -45,15 +47,16 @@ def compile(
     *,
     store: str | Path | None = None,
     progress: Progress | None = None,
+    passes: str | Sequence[str] = (),
     **settings: Any,
 ) -> Path:
     """Compiles `model` (a folder, a GGUF file, an alias or an nn.Module) and returns the path of the bundle.
 
-    `output` defaults to `<model name>.bundle` in the current folder, `store` to the user's cache. `settings` are the
-    fields of CompileConfig. Raises ConfigError, ModelError, TraceError, ArtifactError or BundleError; then nothing is
+    `output` defaults to `<model name>.bundle` in the current folder, `store` to the user's cache. `passes` adds passes to
+    the pipeline, as `name{opt=1}`: it is the setting `extra_passes`. `settings` are the fields of CompileConfig. Raises ConfigError, ModelError, TraceError, ArtifactError or BundleError; then nothing is
     left at `output`, and what was compiled stays in the store.
     """
-    resolved = resolve_compile(settings)
+    resolved = settle_passes(resolve_compile(with_passes(settings, passes)))
     target = resolve_target(resolved.config.target)
     destination = Path(output) if output is not None else Path(default_output(model))
     check_destination(destination, force=resolved.config.force)
@@ -162,18 +165,22 @@ class _Compile:
 
     def _trace_and_rewrite(self, source: ModelSource) -> CompiledStages:
         from treadle.ir.trace import trace
-        from treadle.passes.pipeline import PipelineOptions, run_pipeline
+        from treadle.passes.pipeline import run_pipeline
 
         config = self._resolved.config
         with self._clock.stage("trace"):
             graph = trace(source, dtype=IR_DTYPES[config.dtype], max_tokens=config.max_num_batched_tokens)
         with self._clock.stage("passes"):
-            return run_pipeline(graph, PipelineOptions(level=config.level, without=config.disabled_passes))
+            stages = run_pipeline(graph, pipeline_options(config))
+        for report in stages.reports:
+            if report.warning:
+                self._progress.note(report.warning)
+        return stages
 
     def _compile_pieces(self, stages: CompiledStages, backend: Backend, jobs: int) -> list[CompiledPiece]:
         config = self._resolved.config
         context = KeyContext(
-            pipeline=tuple(report.name for report in stages.reports),
+            pipeline=stages.pipeline(),
             target=self._target,
             toolchain=toolchain(config.compiler, with_compiler=backend.needs_compiler),
         )

@@ -37,6 +37,7 @@ class CompileConfig:
     max_num_batched_tokens: int = option(2048, role=KEY, doc="most tokens in one step; the artifacts cover 1 up to this")
     exact_sizes: tuple[int, ...] = option((), role=KEY, doc="token counts that get an artifact of their own")
     disabled_passes: tuple[str, ...] = option((), role=KEY, doc="passes to leave out")
+    extra_passes: tuple[str, ...] = option((), role=KEY, doc="passes to add to the pipeline, each as name or name{opt=1}")
     max_model_len: int | None = option(None, role=RUNTIME, doc="longest request in tokens; none: what the model states")
     compiler: str | None = option(None, role=RUNTIME, doc="C++ compiler to call; none: g++. Its version enters the key")
     store_weights: bool = option(True, role=RUNTIME, doc="write transformed weights into the bundle")

@@ -69,7 +69,7 @@ def fill_bundle(writer: BundleWriter, compiled: CompiledModel) -> Manifest:
         model=_model_entry(compiled, program),
         target=TargetEntry(name=compiled.target.name, features=list(compiled.target.features)),
         toolchain=dict(compiled.toolchain),
-        pipeline=[report.name for report in compiled.stages.reports],
+        pipeline=list(compiled.stages.pipeline()),
         options=_options(config),
         limits=Limits(
             max_num_batched_tokens=config.max_num_batched_tokens, max_model_len=config.max_model_len or 1

@@ -15,6 +15,7 @@ from typing import Any
 
 from treadle.codegen.backends import BACKENDS, Backend
 from treadle.codegen.bundle import Bundle, open_bundle
+from treadle.codegen.choose_passes import settle_passes
 from treadle.codegen.compile_pieces import KeyContext, piece_key, tokens_from
 from treadle.codegen.config import CompileConfig, resolve_compile
 from treadle.codegen.key import ArtifactKey, Difference, explain
@@ -27,7 +28,7 @@ from treadle.ir.errors import ArtifactError
 from treadle.ir.hashing import structural_hash
 from treadle.ir.text import parse_graph
 
-_RETRACED = ("dtype", "level", "disabled_passes")
+_RETRACED = ("dtype", "level", "disabled_passes", "extra_passes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +84,8 @@ def _changed(bundle: Bundle, changes: Mapping[str, Any]) -> CompileConfig:
     recorded["target"] = bundle.manifest.target.name
     if "level" in changes and "backend" not in changes:
         del recorded["backend"]
-    return resolve_compile({**recorded, **changes}).config
+    resolved = resolve_compile({**recorded, **changes})
+    return (settle_passes(resolved) if "extra_passes" in changes else resolved).config
 
 
 def _notes(changes: Mapping[str, Any]) -> list[str]:
@@ -100,7 +102,7 @@ def _differs(bundle: Bundle, config: CompileConfig, name: str) -> bool:
         return False  # what auto gave for this model is what the bundle recorded
     if name == "level":
         return bool(value) != bool(old)  # every level above 0 runs the same passes
-    return (list(value) if isinstance(value, tuple) else value) != old
+    return list(value) != list(old or ()) if isinstance(value, tuple) else value != old
 
 
 def _keys(bundle: Bundle, config: CompileConfig) -> list[tuple[str, ArtifactKey | None, ArtifactKey]]:

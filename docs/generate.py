@@ -22,6 +22,7 @@ from treadle.ir import errors
 from treadle.ir.ops.registry import Op, dialect
 from treadle.passes import pipeline
 from treadle.passes.base import Pass
+from treadle.passes.registry import pass_table
 from treadle.runtime.config import EngineConfig
 from treadle.runtime.sampling_params import SamplingParams
 from treadle.server.config import ServerConfig
@@ -158,16 +159,26 @@ def passes() -> Iterator[str]:
     yield "# Passes\n"
     yield (
         "The order is written in `passes/pipeline.py` only. **Exact** passes keep every output bit in eager mode, **changing**\n"
-        "ones keep tolerances. `treadle compile --disable-pass NAME` leaves one out.\n"
+        "ones keep tolerances. `treadle compile --disable-pass NAME` leaves one out, `--pass NAME` adds one.\n"
     )
     for stage, make in STAGES:
         yield f"* **{stage}**: {', '.join(f'[{step.name}](#{step.name})' for step in make())}"
     yield "\nThen the graph is split at the ops that declare it, and equal pieces are unified.\n"
-    known: dict[str, Pass] = {step.name: step for _, make in STAGES for step in make()}
-    for name, step in known.items():
+    always = dict.fromkeys(step.name for _, make in STAGES for step in make())
+    known = pass_table()
+    if optional := [name for name in known if name not in always]:
+        yield "Not in the pipeline; `treadle compile --pass NAME` adds one at the end of its stage: " + ", ".join(
+            f"[{name}](#{name})" for name in optional
+        ) + "\n"
+    for name in [*always, *optional]:
+        step = known[name]
         yield f"## {name}\n"
-        yield f"{step.tier.capitalize()}. `{type(step).__name__}` in `{step.__module__.removeprefix('treadle.').replace('.', '/')}.py`.\n"
+        yield f"{step.tier.capitalize()}. Stage {step.stage}. `{step.__name__}` in `{_file(step)}`.\n"
         yield f"{inspect.cleandoc(sys.modules[step.__module__].__doc__ or '')}\n"
+
+
+def _file(step: type[Pass]) -> str:
+    return step.__module__.removeprefix("treadle.").replace(".", "/") + ".py"
 
 
 STRUCTS: tuple[tuple[Any, tuple[str, ...]], ...] = (

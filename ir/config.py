@@ -106,19 +106,22 @@ def _checked(owner: str, field: dataclasses.Field[Any], hint: Any, value: Any) -
     choices = field.metadata.get("choices")
     if choices and value not in choices:
         raise ConfigError(f"{owner}.{field.name}={value!r} is not one of: {', '.join(map(str, choices))}")
-    if not _fits(value, hint):
-        raise ConfigError(f"{owner}.{field.name}={value!r} ({type(value).__name__}) should be {_spell(hint)}")
+    if not fits(value, hint):
+        raise ConfigError(f"{owner}.{field.name}={value!r} ({type(value).__name__}) should be {spell(hint)}")
     return value
 
 
-def _fits(value: Any, hint: Any) -> bool:
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of an annotated type; containers are not looked into, and an int is a float but no bool is."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        return any(_fits(value, arg) for arg in args)
+        return any(fits(value, arg) for arg in args)
     if hint is Any:
         return True
     if hint in (None, type(None)):
         return value is None
+    if origin is typing.Literal:
+        return value in args
     if origin is not None:
         return isinstance(value, origin)
     if hint is float:
@@ -128,5 +131,6 @@ def _fits(value: Any, hint: Any) -> bool:
     return isinstance(value, hint)
 
 
-def _spell(hint: Any) -> str:
+def spell(hint: Any) -> str:
+    """An annotated type in words for a message."""
     return getattr(hint, "__name__", None) if isinstance(hint, type) else str(hint).replace("typing.", "")  # type: ignore[return-value]

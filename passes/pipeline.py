@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from treadle.ir.errors import ConfigError
 from treadle.ir.graph import Graph
-from treadle.passes.base import Observe, Pass, PassReport, run_passes
+from treadle.passes.base import STAGES, Observe, Pass, PassReport, check_requirements, run_passes
 from treadle.passes.library.canonicalise import Canonicalise
 from treadle.passes.library.drop_batch_dim import DropBatchDim
 from treadle.passes.library.eliminate_common_subexpressions import EliminateCommonSubexpressions
@@ -23,6 +23,8 @@ from treadle.passes.library.raise_rms_norm import RaiseRmsNorm
 from treadle.passes.library.raise_rope import RaiseRope
 from treadle.passes.library.select_logit_rows import SelectLogitRows
 from treadle.passes.library.sink_permutes import SinkPermutes
+from treadle.passes.order import Plan, add_extra
+from treadle.passes.registry import parse_passes
 from treadle.passes.split import SplitGraph, split, verify_split
 from treadle.passes.split_text import print_stage
 from treadle.passes.unify import unify
@@ -32,11 +34,15 @@ from treadle.passes.unify import unify
 class PipelineOptions:
     """Level 0 does what running needs and no more; from 1 on everything. `without` names passes to leave out.
 
+    `extra_passes` adds passes, each as `name` or `name{opt=1}`; see registry.py. They run at the end of their stage at
+    every level, in the order that they declare.
+
     `verify` checks the rules of the IR before the first pass and after each one that changed something.
     """
 
     level: int = 2
     without: tuple[str, ...] = ()
+    extra_passes: tuple[str, ...] = ()
     verify: bool = True
 
 
@@ -55,6 +61,10 @@ class CompiledStages:
     def stages(self) -> dict[str, Graph | SplitGraph]:
         names = ("traced", "clean", "raised", "fused", "split", "unified")
         return {name: getattr(self, name) for name in names}
+
+    def pipeline(self) -> tuple[str, ...]:
+        """The passes that ran, in order, each with the options that are not at their defaults."""
+        return tuple(report.spec or report.name for report in self.reports)
 
     def texts(self) -> dict[str, str]:
         return {name: print_stage(stage) for name, stage in self.stages().items()}
@@ -108,6 +118,31 @@ def known_passes() -> list[str]:
     return list(dict.fromkeys(step.name for step in steps))
 
 
+def plan_pipeline(options: PipelineOptions) -> Plan:
+    """The passes that will run, by stage. Raises ConfigError for an unknown pass, or an order that cannot be had."""
+    if unknown := set(options.without) - set(known_passes()):
+        raise ConfigError(f"unknown pass {min(unknown)!r} in `without`; known: {', '.join(known_passes())}")
+    optimise = options.level >= 1
+    steps: Plan = {
+        "clean": clean_passes(),
+        "raise": raise_passes() if optimise else [],
+        "fuse": fuse_passes() if optimise else [],
+        "lower": last_passes(),
+    }
+    plan = {stage: [step for step in steps[stage] if step.name not in options.without] for stage in STAGES}
+    extra = extra_passes(options)
+    add_extra(plan, extra)
+    for stage in {step.stage for step in extra}:
+        plan[stage].append(EliminateDeadCode())  # what the extra passes left must not become an input of a piece
+    check_requirements((step for stage in STAGES for step in plan[stage]), done=())
+    return plan
+
+
+def extra_passes(options: PipelineOptions) -> list[Pass]:
+    """The passes that were asked for beyond the pipeline, as given."""
+    return [step for text in options.extra_passes for step in parse_passes(text)]
+
+
 def run_pipeline(
     traced: Graph, options: PipelineOptions | None = None, *, observe: Observe | None = None
 ) -> CompiledStages:
@@ -115,23 +150,23 @@ def run_pipeline(
 
     `observe(pass name, graph)` is called after each pass that changed something.
 
-    Raises ConfigError for an unknown name in `without`, VerifyError if a pass breaks the graph.
+    Raises ConfigError for passes that are unknown or in conflict, VerifyError if a pass breaks the graph.
     """
     options = options or PipelineOptions()
-    if unknown := set(options.without) - set(known_passes()):
-        raise ConfigError(f"unknown pass {min(unknown)!r} in `without`; known: {', '.join(known_passes())}")
+    plan = plan_pipeline(options)
+    asked = [step.name for step in extra_passes(options)]
     reports: list[PassReport] = []
+    done: list[str] = []
 
     def stage(graph: Graph, passes: list[Pass]) -> Graph:
-        kept = [step for step in passes if step.name not in options.without]
         twin = graph.copy()
-        reports.extend(run_passes(twin, kept, verify=options.verify, observe=observe))
+        reports.extend(run_passes(twin, passes, verify=options.verify, observe=observe, done=done, asked=asked))
+        done.extend(name for step in passes for name in step.provides())
         return twin
 
-    optimise = options.level >= 1
-    clean = stage(traced, clean_passes())
-    raised = stage(clean, raise_passes() if optimise else [])
-    fused = stage(raised, [*(fuse_passes() if optimise else []), *last_passes()])
+    clean = stage(traced, plan["clean"])
+    raised = stage(clean, plan["raise"])
+    fused = stage(raised, [*plan["fuse"], *plan["lower"]])
     pieces = split(fused)
     unified = unify(pieces)
     if options.verify:

@@ -65,6 +65,9 @@ def compile(
     max_num_batched_tokens: Annotated[int | None, typer.Option(help="Most tokens in one step.")] = None,
     exact_size: Annotated[list[int] | None, typer.Option(help="A token count that gets its own artifact; repeatable.")] = None,
     disable_pass: Annotated[list[str] | None, typer.Option(help="A pass to leave out; repeatable.")] = None,
+    extra_pass: Annotated[
+        list[str] | None, typer.Option("--pass", help="A pass to add, as NAME or 'NAME{opt=1}'; repeatable.")
+    ] = None,
     store_weights: Annotated[
         bool | None, typer.Option("--store-weights/--no-store-weights", help="Write the transformed weights into the bundle (default: yes).")
     ] = None,
@@ -86,6 +89,7 @@ def compile(
         "max_num_batched_tokens": max_num_batched_tokens,
         "exact_sizes": tuple(exact_size) if exact_size else None,
         "disabled_passes": tuple(disable_pass) if disable_pass else None,
+        "extra_passes": tuple(extra_pass) if extra_pass else None,
         "store_weights": store_weights,
         "sign": str(sign) if sign else None,
         "force": force or None,

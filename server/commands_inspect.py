@@ -90,7 +90,9 @@ def render(summary: dict[str, Any], *, with_misses: bool = False) -> str:
     ]
     for report in summary["passes"]:
         counts = ", ".join(f"{kind} {number}" for kind, number in report["counts"].items())
-        lines.append(f"  {report['name']:<36}{report['matched']:>5}{len(report['near_misses']):>5}  {counts}".rstrip())
+        lines.append(f"  {report.get('spec') or report['name']:<36}{report['matched']:>5}{len(report['near_misses']):>5}  {counts}".rstrip())
+        if report.get("warning"):
+            lines.append(f"      warning: {report['warning']}")
         if with_misses:
             lines += [f"      {miss['node']}: {miss['predicate']}  {miss['source']}" for miss in report["near_misses"]]
     lines += ["", "pieces (calls, size, layers)"]

@@ -46,6 +46,7 @@ Rule = Callable[[_Sweep, Node], New]
 class Canonicalise(Pass):
     name: ClassVar[str] = "canonicalise"
     tier: ClassVar[Tier] = "exact"
+    stage: ClassVar[str] = "clean"
 
     def run(self, graph: Graph) -> PassReport:
         report, sweep = self.report(), _Sweep(graph)

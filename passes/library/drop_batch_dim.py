@@ -60,6 +60,7 @@ class _State:
 class DropBatchDim(Pass):
     name: ClassVar[str] = "drop_batch_dim"
     tier: ClassVar[Tier] = "exact"
+    stage: ClassVar[str] = "clean"
 
     def run(self, graph: Graph) -> PassReport:
         report = self.report()

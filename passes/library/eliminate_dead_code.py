@@ -20,6 +20,7 @@ from treadle.passes.rewriter import drop_dead
 class EliminateDeadCode(Pass):
     name: ClassVar[str] = "eliminate_dead_code"
     tier: ClassVar[Tier] = "exact"
+    stage: ClassVar[str] = "clean"
 
     def run(self, graph: Graph) -> PassReport:
         report = self.report()

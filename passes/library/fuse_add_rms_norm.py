@@ -23,6 +23,8 @@ ADD, NORM = "aten.add.Tensor", "rms_norm"
 class FuseAddRmsNorm(Pass):
     name: ClassVar[str] = "fuse_add_rms_norm"
     tier: ClassVar[Tier] = "exact"
+    produces: ClassVar[tuple[str, ...]] = ("add_rms_norm",)
+    after: ClassVar[tuple[str, ...]] = ("raise_rms_norm",)
 
     def run(self, graph: Graph) -> PassReport:
         report, rewriter, users = self.report(), Rewriter(graph), graph.users()

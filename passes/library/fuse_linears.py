@@ -62,6 +62,7 @@ class _Fuse(Pass):
 class FuseQkv(_Fuse):
     name: ClassVar[str] = "fuse_qkv"
     tier: ClassVar[Tier] = "changing"
+    after: ClassVar[tuple[str, ...]] = ("raise_linear", "raise_addmm", "raise_rope")
     kind: ClassVar[str] = "qkv"
 
     def groups(self, graph: Graph, users: Users) -> Iterator[list[Node]]:
@@ -76,6 +77,7 @@ class FuseQkv(_Fuse):
 class FuseGateUp(_Fuse):
     name: ClassVar[str] = "fuse_gate_up"
     tier: ClassVar[Tier] = "changing"
+    after: ClassVar[tuple[str, ...]] = ("raise_linear", "raise_gated_act")
     kind: ClassVar[str] = "gate_up"
 
     def groups(self, graph: Graph, users: Users) -> Iterator[list[Node]]:

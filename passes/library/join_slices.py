@@ -25,6 +25,7 @@ SLICE = "aten.slice.Tensor"
 class JoinSlices(Pass):
     name: ClassVar[str] = "join_slices"
     tier: ClassVar[Tier] = "exact"
+    stage: ClassVar[str] = "raise"
 
     def run(self, graph: Graph) -> PassReport:
         report, rewriter = self.report(), Rewriter(graph)

@@ -52,6 +52,8 @@ RULES = (
 class RaiseAddmm(Pass):
     name: ClassVar[str] = "raise_addmm"
     tier: ClassVar[Tier] = "changing"
+    stage: ClassVar[str] = "raise"
+    produces: ClassVar[tuple[str, ...]] = ("linear",)
 
     def run(self, graph: Graph) -> PassReport:
         return rewrite(graph, self.report(), RULES)

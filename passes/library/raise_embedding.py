@@ -28,6 +28,9 @@ RULES = (Rule("embedding", op("aten.embedding.default", weight("table"), bind("i
 class RaiseEmbedding(Pass):
     name: ClassVar[str] = "raise_embedding"
     tier: ClassVar[Tier] = "exact"
+    stage: ClassVar[str] = "raise"
+    produces: ClassVar[tuple[str, ...]] = ("embedding",)
+    expects: ClassVar[bool] = True
 
     def run(self, graph: Graph) -> PassReport:
         return rewrite(graph, self.report(), RULES)

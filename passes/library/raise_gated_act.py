@@ -57,6 +57,8 @@ RULES = tuple(
 class RaiseGatedAct(Pass):
     name: ClassVar[str] = "raise_gated_act"
     tier: ClassVar[Tier] = "exact"
+    stage: ClassVar[str] = "raise"
+    produces: ClassVar[tuple[str, ...]] = ("gated_act",)
 
     def run(self, graph: Graph) -> PassReport:
         return rewrite(graph, self.report(), RULES)

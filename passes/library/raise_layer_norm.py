@@ -44,6 +44,8 @@ RULES = _rules()
 class RaiseLayerNorm(Pass):
     name: ClassVar[str] = "raise_layer_norm"
     tier: ClassVar[Tier] = "exact"
+    stage: ClassVar[str] = "raise"
+    produces: ClassVar[tuple[str, ...]] = ("layer_norm",)
 
     def run(self, graph: Graph) -> PassReport:
         return rewrite(graph, self.report(), RULES)

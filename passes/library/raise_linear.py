@@ -34,6 +34,9 @@ RULES = (
 class RaiseLinear(Pass):
     name: ClassVar[str] = "raise_linear"
     tier: ClassVar[Tier] = "exact"
+    stage: ClassVar[str] = "raise"
+    produces: ClassVar[tuple[str, ...]] = ("linear",)
+    expects: ClassVar[bool] = True
 
     def run(self, graph: Graph) -> PassReport:
         return rewrite(graph, self.report(), RULES)

@@ -98,6 +98,8 @@ RULES = (
 class RaiseRmsNorm(Pass):
     name: ClassVar[str] = "raise_rms_norm"
     tier: ClassVar[Tier] = "exact"
+    stage: ClassVar[str] = "raise"
+    produces: ClassVar[tuple[str, ...]] = ("rms_norm",)
 
     def run(self, graph: Graph) -> PassReport:
         return rewrite(graph, self.report(), RULES)

@@ -143,6 +143,8 @@ RULES = (
 class RaiseRope(Pass):
     name: ClassVar[str] = "raise_rope"
     tier: ClassVar[Tier] = "exact"
+    stage: ClassVar[str] = "raise"
+    produces: ClassVar[tuple[str, ...]] = ("rope",)
 
     def run(self, graph: Graph) -> PassReport:
         return rewrite(graph, self.report(), RULES)

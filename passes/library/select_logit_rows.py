@@ -39,6 +39,9 @@ class _Stop(Exception):
 class SelectLogitRows(Pass):
     name: ClassVar[str] = "select_logit_rows"
     tier: ClassVar[Tier] = "changing"
+    stage: ClassVar[str] = "lower"
+    produces: ClassVar[tuple[str, ...]] = ("select_rows",)
+    expects: ClassVar[bool] = True
 
     def run(self, graph: Graph) -> PassReport:
         report = self.report()

@@ -45,6 +45,7 @@ RULES = (
 class SinkPermutes(Pass):
     name: ClassVar[str] = "sink_permutes"
     tier: ClassVar[Tier] = "exact"
+    stage: ClassVar[str] = "raise"
 
     def run(self, graph: Graph) -> PassReport:
         return rewrite(graph, self.report(), RULES)

@@ -41,7 +41,7 @@ WITHOUT_EFFECT = {
 def split_arguments(arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """(fields of EngineConfig, arguments of `compile`); None means not asked for. Raises ConfigError."""
     engine_fields = {field.name for field in dataclasses.fields(EngineConfig)} - {"bundle"}
-    compile_fields = {field.name for field in dataclasses.fields(CompileConfig)} | {"store", "output"}
+    compile_fields = {field.name for field in dataclasses.fields(CompileConfig)} | {"store", "output", "passes"}
     engine: dict[str, Any] = {}
     compiling: dict[str, Any] = {}
     for asked, value in arguments.items():

@@ -156,6 +156,34 @@ def test_an_exact_repeat_is_a_hit_and_changed_settings_miss(bundle: Bundle, mode
     assert compiled("wider again", max_num_batched_tokens=128) == 0
 
 
+def test_a_pass_that_is_added_is_recorded_everywhere(bundle: Bundle, model: Path, store: Path, tmp_path: Path) -> None:
+    """C09-02: in the options in its one spelling, in the pipeline, in every key, in the report with its options, and as a
+    warning if it matched nothing."""
+    heard = Heard()
+    settings = {"store": store, "level": 0, "max_num_batched_tokens": 64}
+    made = compile_model(model, tmp_path / "b", passes=" fuse_qkv ", progress=heard, **settings)
+    manifest = open_bundle(made).manifest
+    assert manifest.options["extra_passes"] == ["fuse_qkv"] and "fuse_qkv" in manifest.pipeline
+    assert next(row for row in manifest.settings if row.field == "extra_passes").source == "user"
+    keys = {item.key for piece in manifest.pieces for item in piece.ranges}
+    assert not keys & {item.key for piece in bundle.manifest.pieces for item in piece.ranges}
+    assert [note for note in heard.notes if note.startswith("fuse_qkv was expected to match")]
+    answers = explain_compile(bundle.root, {"extra_passes": ("fuse_qkv",)}, Store(store))
+    assert {answer.reason for answer in answers} == {"extra_passes changes the IR of the pieces"}
+    assert all(answer.hit for answer in explain_compile(made, {}, Store(store)))
+
+
+def test_passes_that_cannot_run_are_refused_before_the_model_is_read(tmp_path: Path) -> None:
+    """An unknown pass, a missing requirement and two names for one setting, on a model that is not there."""
+    for settings, words in (
+        ({"passes": "wrong"}, "unknown pass 'wrong'"),
+        ({"passes": ["fuse_qkv", "fuse_qkv"]}, "asked for twice"),
+        ({"passes": "fuse_qkv", "extra_passes": ("fuse_gate_up",)}, "mean the same"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            compile_model(tmp_path / "nowhere", tmp_path / "b", **settings)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("layers", [2, 5])
 def test_depth_adds_no_piece(layers: int, store: Path, tmp_path: Path) -> None:
     """Acceptance 4: the number of unique pieces does not depend on depth."""

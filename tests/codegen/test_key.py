@@ -84,7 +84,7 @@ def test_every_setting_has_a_role_and_words() -> None:
     """C09-02: the list of settings that may change code is written down; a new setting must take a side."""
     roles = {field.name: field.metadata["role"] for field in dataclasses.fields(CompileConfig)}
     assert {name for name, role in roles.items() if role is Role.KEY} == {
-        "dtype", "target", "level", "backend", "max_num_batched_tokens", "exact_sizes", "disabled_passes",
+        "dtype", "target", "level", "backend", "max_num_batched_tokens", "exact_sizes", "disabled_passes", "extra_passes",
     }  # fmt: skip
     assert all(field.metadata["doc"] for field in dataclasses.fields(CompileConfig))
 

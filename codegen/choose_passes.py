@@ -1,0 +1,43 @@
+"""From settings to the pipeline: which passes a compile adds and leaves out, checked before anything else happens."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from treadle.codegen.config import CompileConfig
+from treadle.ir.config import Resolved
+from treadle.ir.errors import ConfigError
+
+if TYPE_CHECKING:
+    from treadle.passes.pipeline import PipelineOptions
+
+
+def with_passes(settings: Mapping[str, Any], passes: str | Sequence[str]) -> dict[str, Any]:
+    """The settings with `passes` (one text or several) as `extra_passes`. Raises ConfigError if both are given."""
+    if not passes:
+        return dict(settings)
+    if settings.get("extra_passes"):
+        raise ConfigError("passes and extra_passes mean the same; give one of them")
+    return {**settings, "extra_passes": (passes,) if isinstance(passes, str) else tuple(passes)}
+
+
+def settle_passes(resolved: Resolved[CompileConfig]) -> Resolved[CompileConfig]:
+    """Writes the extra passes in their one spelling, so that equal compiles record equal settings.
+
+    Raises ConfigError for passes that are unknown or cannot be ordered.
+    """
+    from treadle.passes.pipeline import extra_passes, plan_pipeline
+
+    options = pipeline_options(resolved.config)
+    plan_pipeline(options)
+    specs = tuple(step.spec() for step in extra_passes(options))
+    return Resolved(dataclasses.replace(resolved.config, extra_passes=specs), resolved.origins)
+
+
+def pipeline_options(config: CompileConfig) -> PipelineOptions:
+    """What the pipeline needs to know of the settings."""
+    from treadle.passes.pipeline import PipelineOptions
+
+    return PipelineOptions(level=config.level, without=config.disabled_passes, extra_passes=config.extra_passes)
