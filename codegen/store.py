@@ -23,7 +23,7 @@ from typing import Any
 from treadle.codegen.files import clear_disk_errors, copy_durably, sha256_file, sync_path, write_durably
 from treadle.codegen.key import ArtifactKey, Difference, explain, key_from_fields
 from treadle.codegen.locks import exclusive, owned_scratch, sweep_scratch
-from treadle.ir.errors import ArtifactError
+from treadle.ir.errors import ArtifactError, ConfigError
 
 STORE_SCHEMA = 1
 _DATA, _META = "data", "meta.json"
@@ -66,7 +66,10 @@ class Store:
     """The store at `root`, made on first write and readable by its owner only."""
 
     def __init__(self, root: Path):
+        """Raises ConfigError if something that is no folder is in the way."""
         self.root = Path(os.path.abspath(root))
+        if blocker := next((p for p in (self.root, *self.root.parents) if p.exists() and not p.is_dir()), None):
+            raise ConfigError(f"the store {self.root} cannot be a folder: {blocker} is a file; choose another with --store")
         self._objects = self.root / "objects"
         self._scratch = self.root / "scratch"
 

@@ -40,8 +40,15 @@ def main() -> None:
     try:
         app()
     except TreadleError as error:
-        print(f"treadle: {error}", file=sys.stderr)
-        sys.exit(1)
+        _fail(str(error))
+    except OSError as error:  # a path that cannot be read or written, a full disk, a pipe nobody reads
+        logging.getLogger(__name__).debug("where it happened", exc_info=True)
+        _fail(": ".join(part for part in (error.strerror or str(error), error.filename and str(error.filename)) if part))
+
+
+def _fail(reason: str) -> None:
+    print(f"treadle: {reason}", file=sys.stderr)
+    sys.exit(1)
 
 
 if __name__ == "__main__":

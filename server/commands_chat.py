@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from typing import Annotated
 
 import typer
+from msgspec.structs import replace
 
 from treadle.ir.errors import UserError
-from treadle.server.commands_generate import sampling
+from treadle.server.commands_generate import chosen
 
 app = typer.Typer(add_completion=False)
 
@@ -27,8 +28,9 @@ def chat(
     """Prints each answer; the history grows with each turn."""
     from treadle import LLM
 
+    asked = chosen(max_tokens=max_tokens, temperature=temperature, seed=seed)
     llm = LLM(source)
-    params = sampling(llm, max_tokens=max_tokens, temperature=temperature, seed=seed)
+    params = replace(llm.get_default_sampling_params(), **asked)
     history: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
     for text in message or _typed():
         history.append({"role": "user", "content": text})

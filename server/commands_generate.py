@@ -7,6 +7,9 @@ import sys
 from typing import Annotated, Any
 
 import typer
+from msgspec.structs import replace
+
+from treadle.runtime.sampling_params import SamplingParams
 
 app = typer.Typer(add_completion=False)
 
@@ -26,9 +29,10 @@ def generate(
     """Prints each answer, or a JSON object for each prompt."""
     from treadle import LLM
 
-    prompts = prompt or [sys.stdin.read()]
+    asked = chosen(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop)
+    prompts = prompt or [sys.stdin.read().removesuffix("\n")]
     llm = LLM(source)
-    params = sampling(llm, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop)
+    params = replace(llm.get_default_sampling_params(), **asked)
     for output in llm.generate(prompts, params):
         answer = output.outputs[0]
         if as_json:
@@ -38,9 +42,8 @@ def generate(
             typer.echo(answer.text)
 
 
-def sampling(llm: Any, **asked: Any) -> Any:
-    """Returns the model's default sampling parameters with what was asked for."""
-    import msgspec
-
+def chosen(**asked: Any) -> dict[str, Any]:
+    """The sampling parameters that were given, checked before a model is loaded for them."""
     given = {name: value for name, value in asked.items() if value is not None}
-    return msgspec.structs.replace(llm.get_default_sampling_params(), **given)
+    SamplingParams(**given)
+    return given

@@ -151,6 +151,15 @@ def test_bad_command_lines() -> None:
         assert shown.returncode == 1 and "is not a bundle" in shown.stderr and "Traceback" not in shown.stderr
 
 
+def test_paths_that_cannot_be_used_are_one_line(tmp_path: Path) -> None:
+    """What the system refuses names the path and is no traceback."""
+    (tmp_path / "file").write_text("")
+    shown = treadle("cache", "verify", "--store", str(tmp_path / "file" / "store"))
+    assert shown.returncode == 1 and str(tmp_path / "file") in shown.stderr and "Traceback" not in shown.stderr
+    shown = treadle("generate", "/nowhere", "--prompt", "x", "--temperature", "-1")
+    assert shown.returncode == 1 and "temperature" in shown.stderr and "Traceback" not in shown.stderr
+
+
 def test_an_api_key_is_not_inherited_or_logged() -> None:
     """Issue line 8: the key of the environment is taken out of it and appears in no output."""
     code = (
