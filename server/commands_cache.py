@@ -99,7 +99,7 @@ def explain(
 def gc(
     store: StoreOption = None,
     max_size: Annotated[str | None, typer.Option(help="Keep at most this much, for example 2G.")] = None,
-    max_age_days: Annotated[float | None, typer.Option(help="Remove what was not used for so many days.")] = None,
+    max_age_days: Annotated[float | None, typer.Option(min=0, help="Remove what was not used for so many days.")] = None,
 ) -> None:
     """Remove damaged objects, what killed compiles left, and what the limits say. Bundles do not need the store."""
     age = max_age_days * 86400 if max_age_days is not None else None

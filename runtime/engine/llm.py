@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -63,6 +63,8 @@ class LLM:
 
     def _setup(self, config: EngineConfig, load_renderer: Callable[[], Renderer | None]) -> None:
         self.config = config
+        self._pid = os.getpid()
+        self._turn = threading.RLock()  # the core takes one step at a time: threads take turns
         self._client: InprocClient | None = InprocClient(config)
         try:
             self.renderer = renderer = load_renderer()
@@ -90,7 +92,7 @@ class LLM:
         """Completes every prompt; the outputs stand in the order of the prompts.
 
         A prompt is text, a list of token ids, {"prompt": ...} or {"prompt_token_ids": [...]}. Nothing runs unless
-        all prompts are valid: raises UserError naming the first that is not.
+        all prompts are valid: raises UserError naming the first that is not. Calls from several threads take turns.
         """
         if lora_request is not None:
             raise UserError("lora_request is not available in this version; leave it out")
@@ -103,7 +105,8 @@ class LLM:
                 requests.append(self._process(prompt, params[index], priorities[index] or 0))
             except UserError as error:
                 raise type(error)(f"prompt {index}: {error}") from error
-        return self._run(requests, Progress.make(use_tqdm, len(requests)))
+        with self._turn:
+            return self._run(requests, Progress.make(use_tqdm, len(requests)))
 
     def chat(
         self,
@@ -115,11 +118,16 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answers one conversation, or each of a list of them, through the model's chat template."""
         if self.renderer is None:
             raise UserError("this model has no tokenizer, so it cannot chat; use generate with token ids")
+        if chat_template is not None:
+            raise UserError("chat_template cannot be chosen for a call; leave it out: the bundle's own template is used")
+        if isinstance(messages, Mapping | str) or not isinstance(messages, Sequence):
+            raise UserError(f"messages is a {type(messages).__name__}; give a list of messages, or a list of such lists")
         conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
         rendered = [
             self.renderer.render_chat(
@@ -135,7 +143,8 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def _process(self, prompt: PromptInput, params: SamplingParams | None, priority: int) -> ProcessedRequest:
-        request_id, self._num_requests = str(self._num_requests), self._num_requests + 1
+        with self._turn:
+            request_id, self._num_requests = str(self._num_requests), self._num_requests + 1
         request = self._inputs.process(prompt, params, request_id, priority=priority)
         request.params.output_kind = RequestOutputKind.FINAL_ONLY
         return request
@@ -185,21 +194,26 @@ class LLM:
 
     def stats(self) -> SchedulerStats:
         """Gauges of this moment and totals since the start."""
-        return self._open_client().call("stats")
+        with self._turn:
+            return self._open_client().call("stats")
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes."""
-        return self._open_client().call("reset_prefix_cache")
+        with self._turn:
+            return self._open_client().call("reset_prefix_cache")
 
     def _open_client(self) -> InprocClient:
         if self._client is None:
             raise UserError("this LLM was shut down; make a new one")
+        if self._pid != os.getpid():  # threads of the model do not survive a fork: a step would wait for ever
+            raise UserError("this LLM belongs to the process that made it; make one here, after the fork")
         return self._client
 
     def shutdown(self) -> None:
         """Releases the model and the cache. May be called twice."""
-        if self._client is not None:
-            self._client.shutdown()
+        with self._turn:
+            if self._client is not None and self._pid == os.getpid():
+                self._client.shutdown()
             self._client = None
 
     def __enter__(self) -> LLM:
@@ -216,14 +230,14 @@ def _compiled(model: str | Path, settings: dict[str, Any]) -> Path:
 
     if "output" not in settings:
         root = Path(settings.get("store") or default_store_root(os.environ))
-        folder = root.parent / "bundles" / _settings_name(settings)
+        folder = root.parent / "bundles" / _settings_name({**settings, "model": os.path.abspath(model)})
         folder.mkdir(parents=True, exist_ok=True)
         settings = {**settings, "output": folder / default_output(model), "force": True}
     return Path(compile(model, **settings))
 
 
 def _settings_name(settings: dict[str, Any]) -> str:
-    """A folder name for these settings, so that two of a model do not replace each other's bundle."""
+    """A folder name for a model and settings, so that two bundles of one name do not replace each other."""
     text = json.dumps({name: str(value) for name, value in settings.items() if name != "store"}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -240,11 +254,15 @@ def _as_list(prompts: Any) -> list[Any]:
     """One prompt or many: a list whose first member is an int is one prompt of token ids."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise UserError(f"prompts is a {type(prompts).__name__}; give text, token ids, a dict, or a list of those")
     listed = list(prompts)
     return [listed] if listed and isinstance(listed[0], int) else listed
 
 
 def _for_each(value: Any, count: int, name: str) -> list[Any]:
+    if isinstance(value, Mapping | str):
+        raise UserError(f"{name} is a {type(value).__name__}; give one object, or a list with one for each prompt")
     if value is None or not isinstance(value, Sequence):
         return [value] * count
     if len(value) != count:

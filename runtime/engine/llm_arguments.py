@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from typing import Any
 
 from treadle.codegen.config import CompileConfig
 from treadle.ir.errors import ConfigError
 from treadle.runtime.config import EngineConfig
+
+logger = logging.getLogger(__name__)
 
 RENAMED = {
     "num_gpu_blocks_override": "num_blocks",
@@ -32,10 +35,13 @@ WITHOUT_EFFECT = {
     "runner": ("auto", "generate"),
     "task": ("auto", "generate"),
     "disable_log_stats": (True, False, None),
-    "gpu_memory_utilization": (None,),
     "swap_space": (0, None),
 }
 """vLLM's arguments that are accepted with these values only: they ask for what happens anyway."""
+
+
+NOTED = {"gpu_memory_utilization": "a CPU's KV pool is a share of free memory; set kv_cache_bytes or num_blocks to choose it"}
+"""vLLM's arguments that say nothing here, and what to use instead; one that is given is noted in the log."""
 
 
 def split_arguments(arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -48,6 +54,10 @@ def split_arguments(arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str
         name = RENAMED.get(asked, asked)
         if name in WITHOUT_EFFECT:
             _check_neutral(name, value)
+            continue
+        if name in NOTED:
+            if value is not None:
+                logger.warning("%s=%r has no effect: %s", name, value, NOTED[name])
             continue
         if name not in engine_fields | compile_fields:
             known = sorted(engine_fields | compile_fields | set(RENAMED))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -191,3 +192,42 @@ def test_two_engines_share_a_process():
         for prompt in ([1, 2], [3]):
             tokens = [llm.generate([prompt], GREEDY)[0].outputs[0].token_ids for llm in (one, two, one)]
             assert tokens[0] == tokens[1] == tokens[2] == dense_greedy(prompt, 5)
+
+
+def test_threads_take_turns(llm):
+    """Several threads may share one LLM: each gets its own answers, and the engine lives."""
+    prompts = [[start, start + 1] for start in range(1, 9)]
+    with ThreadPoolExecutor(4) as pool:
+        outputs = list(pool.map(lambda prompt: llm.generate([prompt], GREEDY)[0], prompts))
+    assert [output.outputs[0].token_ids for output in outputs] == [dense_greedy(prompt, 5) for prompt in prompts]
+    assert llm.generate([[1]], GREEDY)
+
+
+def test_a_forked_child_is_told_not_to_wait(llm):
+    """The threads of a model do not survive a fork: the child gets an error, the parent goes on."""
+    child = os.fork()
+    if child == 0:
+        try:
+            llm.generate([[1]], GREEDY)
+        except UserError as error:
+            os._exit(7 if "after the fork" in str(error) else 8)
+        os._exit(9)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert llm.generate([[1]], GREEDY)
+
+
+@pytest.mark.parametrize("call", [
+    lambda llm: llm.generate(None),
+    lambda llm: llm.generate([[1]], {"temperature": 0.0}),
+    lambda llm: llm.chat({"role": "user", "content": "hi"}),
+    lambda llm: llm.chat([{"role": "user", "content": "hi"}], chat_template="{{ messages }}"),
+])  # fmt: skip
+def test_wrong_shapes_are_refused_by_name(text_llm, call):
+    with pytest.raises(UserError, match="give|leave it out"):
+        call(text_llm)
+
+
+def test_the_share_of_a_gpu_is_noted(caplog):
+    """A script that sets it for a GPU runs; what sizes the pool here is said."""
+    assert split_arguments({"gpu_memory_utilization": 0.9}) == ({}, {})
+    assert "kv_cache_bytes" in caplog.text
