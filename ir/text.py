@@ -6,6 +6,8 @@
       %x: f32[T,64] = linear(%h, %w)   // model.layers.0.mlp | modeling_llama.py:178
       return %x
     }
+
+Lines in a `repeat` block stand for several (its own module).
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import sympy
 from treadle.ir.errors import VerifyError
 from treadle.ir.graph import Graph, Node, Operand, Param, Source, Value
 from treadle.ir.ops.registry import get_op
+from treadle.ir.repeat_text import expand_lines
 from treadle.ir.types import DTYPES, DType, StateType, T, TensorType, Type, tensor
 from treadle.ir.weights import parse_recipe
 
@@ -78,7 +81,7 @@ _REFERENCE = re.compile(r"%([\w.]+)")
 
 def parse_graph(text: str) -> Graph:
     """Reads a graph back. Raises VerifyError with the line number for text that is not one."""
-    lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1)]
+    lines = [(number, line.strip()) for number, line in expand_lines(text)]
     lines = [(number, line) for number, line in lines if line and not line.startswith("//")]
     if not lines or not (head := _HEAD.match(lines[0][1])):
         raise VerifyError("line 1: expected `graph @name(T in 1..8192) {`")

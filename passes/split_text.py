@@ -15,6 +15,7 @@ import re
 
 from treadle.ir.errors import VerifyError
 from treadle.ir.graph import Graph, Param, Value
+from treadle.ir.repeat_text import expand_text
 from treadle.ir.text import parse_graph, parse_type, print_graph, print_node
 from treadle.ir.weights import parse_recipe
 from treadle.passes.split import OpCall, PieceCall, SplitGraph
@@ -49,6 +50,7 @@ def _names(values: list[Value] | list[Param]) -> str:
 
 def parse_split(text: str) -> SplitGraph:
     """Reads the text form back. Raises VerifyError naming the line for text that is not one."""
+    text = expand_text(text)
     start = text.find("program @")
     if start < 0:
         raise VerifyError("expected `program @name(T in 1..8192) {`")
