@@ -62,10 +62,19 @@ def _body(start: int, rest: Iterator[Line]) -> list[Line]:
 
 
 def _put(number: int, line: str, index: int) -> str:
+    try:
+        return put_index(line, index)
+    except ValueError as error:
+        raise VerifyError(f"line {number}: {error}\n  {line.strip()}") from error
+
+
+def put_index(text: str, index: int) -> str:
+    """The text with `{i}`, `{i+2}` and `{i-1}` as numbers. Raises ValueError for a negative one."""
+
     def value(match: re.Match[str]) -> str:
         found = index + int(match[1] or 0)
         if found < 0:
-            raise VerifyError(f"line {number}: {match[0]} is {found} for i = {index}\n  {line.strip()}")
+            raise ValueError(f"{match[0]} is {found} for i = {index}")
         return str(found)
 
-    return INDEX.sub(value, line)
+    return INDEX.sub(value, text)
