@@ -117,7 +117,7 @@ def _fold_graph(texts: Sequence[str]) -> list[str]:
             number += bool(block.names)
         at += block.used if block else 1
     made = [name for line in lines for name in line.made]
-    if len({names.get(name, name) for name in made}) != len(made):
+    if len({names.get(name, name).replace(_MARK, "%") for name in made}) != len(made):
         return list(texts)  # a name of the rule is taken already
     return [_rename(line, names).replace(_MARK, "%") for line in shown]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from treadle.ir.effects import Effects, effects_of, repeated_effect
 from treadle.ir.errors import VerifyError
 from treadle.ir.graph import Graph, Node, Value
 from treadle.ir.infer import infer_node
@@ -9,8 +10,11 @@ from treadle.ir.ops.registry import get_op
 from treadle.ir.text import print_node
 
 
-def verify(graph: Graph, after: str = "") -> None:
-    """Raises VerifyError naming the node, the rule, and the pass that ran last (`after`)."""
+def verify(graph: Graph, after: str = "", before: Effects | None = None) -> None:
+    """Raises VerifyError naming the node, the rule, and the pass that ran last (`after`).
+
+    With the effects that the graph had `before` that pass, it is also refused if one of them is gone.
+    """
     defined: set[Value] = set()
     names: set[str] = set()
     for value in [*graph.inputs, *graph.params]:
@@ -26,6 +30,11 @@ def verify(graph: Graph, after: str = "") -> None:
     for value in graph.outputs:
         if value not in defined:
             raise VerifyError(_message(graph, after, f"output %{value.name} is not defined"))
+    if repeated := repeated_effect(graph):
+        node, problem = repeated
+        raise VerifyError(_message(graph, after, f"an effect is done twice: {problem}\n  {_show(node)}"))
+    if before is not None and (lost := before.lost(effects_of(graph))):
+        raise VerifyError(_message(graph, after, f"an effect is lost: {lost}"))
 
 
 def _define(graph: Graph, value: Value, defined: set[Value], names: set[str], after: str) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
+from treadle.ir.effects import effects_of
 from treadle.ir.errors import ConfigError
 from treadle.ir.graph import Graph, Node
 from treadle.ir.text import print_node
@@ -154,6 +155,7 @@ def run_passes(
         verify_graph(graph)
     reports = []
     for step in steps:
+        before = effects_of(graph)
         begin = time.perf_counter()
         report = step.run(graph)
         report.seconds = time.perf_counter() - begin
@@ -161,7 +163,7 @@ def run_passes(
             report.warning = _no_match(report)
         reports.append(report)
         if report.matched and verify:
-            verify_graph(graph, after=step.name)
+            verify_graph(graph, after=step.name, before=before)
         if report.matched and observe is not None:
             observe(step.name, graph)
     return reports

@@ -33,6 +33,7 @@ class Op:
     splits: bool = False
     fake: Callable[..., Any] | None = field(compare=False, default=None)
     variadic_results: bool = False
+    collective: bool = False
     doc: str = ""
 
     @property
@@ -50,12 +51,13 @@ def op(
     reads: Sequence[str] = (),
     writes: Sequence[str] = (),
     fake: Callable[..., Any] | None = None,
+    collective: bool = False,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Adds a row to the dialect. `schema` is in torch's notation; the decorated function is the eager reference.
 
     The reference takes every argument by keyword, in plain torch calls that torch.export can trace. `fake` gives
     result tensors on the meta device when running the reference there is not possible. `reads` and `writes` name
-    operands that are state.
+    operands that are state. All ranks of a group call a `collective` together; its reference also takes `group`.
     """
 
     def register(reference: Callable[..., Any]) -> Callable[..., Any]:
@@ -71,6 +73,7 @@ def op(
             reads=tuple(reads),
             writes=tuple(writes),
             fake=fake,
+            collective=collective,
             doc=(reference.__doc__ or "").strip(),
         )
         return reference
