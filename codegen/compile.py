@@ -33,6 +33,7 @@ from treadle.ir.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
+    from treadle.ir.graph import Graph
     from treadle.ir.source import ModelSource
     from treadle.passes.pipeline import CompiledStages
 
@@ -67,6 +68,17 @@ def compile(
     sweep_scratch(_scratch_parent(), _SCRATCH)
     with owned_scratch(_scratch_parent(), _SCRATCH) as scratch:
         return _Compile(model, destination, resolved, target, kept, clock, progress or Progress(), scratch).run()
+
+
+def trace_model(model: str | Path | torch.nn.Module, **settings: Any) -> Graph:
+    """The graph that a compile of `model` with these settings starts from. Raises as `compile` does."""
+    from treadle.ir.source import open_source
+    from treadle.ir.trace import trace
+
+    resolved = resolve_compile(settings)
+    source = open_source(model)
+    config = _settle(resolved, source, resolve_target(resolved.config.target)).config
+    return trace(source, dtype=IR_DTYPES[config.dtype], max_tokens=config.max_num_batched_tokens)
 
 
 def default_output(model: object) -> str:

@@ -14,6 +14,9 @@ COMMANDS = {
     "generate": ("treadle.server.commands_generate", "Complete prompts from a bundle, without a server."),
     "chat": ("treadle.server.commands_chat", "Chat with a bundle, without a server."),
     "inspect": ("treadle.server.commands_inspect", "Show what a bundle holds and how it was made."),
+    "trace": ("treadle.server.commands_trace", "Trace a model and write its graph as text."),
+    "opt": ("treadle.server.commands_opt", "Run passes on a graph's text."),
+    "bisect": ("treadle.server.commands_bisect", "Find the first pass that changes a graph's outputs."),
     "cache": ("treadle.server.commands_cache", "List, verify, explain, compare and clean the artifact store."),
     "doctor": ("treadle.server.commands_doctor", "Check this machine and report what treadle finds."),
 }
