@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -69,7 +69,7 @@ def bisect(
     current = graph.copy()
     for position, step in enumerate(steps, 1):
         before = current.copy()
-        done = _take(step, position, current, trial, wanted)
+        done = _take(step, position, before, current, trial, wanted)
         result.steps.append(done)
         if done.error or (done.difference and done.difference.relative > bound):
             value = "" if done.error else _first_changed(before, current, trial, bound)
@@ -77,18 +77,19 @@ def bisect(
     return result
 
 
-def _take(step: Pass, position: int, graph: Graph, trial: SeededRun, wanted: Sequence[torch.Tensor]) -> Step:
-    """Runs one pass on `graph`, in place, and compares."""
-    effects = effects_of(graph)
+def _take(
+    step: Pass, position: int, before: Graph, graph: Graph, trial: SeededRun, wanted: Sequence[torch.Tensor]
+) -> Step:
+    """Runs one pass on `graph`, in place, and compares; a change that the pass does not count is seen too."""
     report = step.run(graph)
     done = Step(position, step.spec(), step.tier, report.matched)
-    if not report.matched:
+    if not report.matched and print_graph(graph) == print_graph(before):
         return done
     try:
-        verify(graph, after=step.name, before=effects)
+        verify(graph, after=step.name, before=effects_of(before))
     except VerifyError as error:
-        return Step(position, step.spec(), step.tier, report.matched, error=str(error))
-    return Step(position, step.spec(), step.tier, report.matched, compare(graph, wanted, trial.outputs(graph)))
+        return replace(done, error=str(error))
+    return replace(done, difference=compare(graph, wanted, trial.outputs(graph)))
 
 
 def _first_changed(before: Graph, after: Graph, trial: SeededRun, bound: float) -> str:
@@ -100,9 +101,9 @@ def _first_changed(before: Graph, after: Graph, trial: SeededRun, bound: float) 
     return ""
 
 
-def text_diff(before: Graph, after: Graph, *, around: str = "") -> str:
+def text_diff(before: Graph, after: Graph, *, around: str = "", show: Callable[[Graph], str] = print_graph) -> str:
     """The unified difference of two graphs' texts; with `around`, only the part nearest to where that value is made."""
-    old, new = print_graph(before).splitlines(), print_graph(after).splitlines()
+    old, new = show(before).splitlines(), show(after).splitlines()
     lines = list(difflib.unified_diff(old, new, "before", "after", lineterm="", n=CONTEXT))
     if not around or not lines:
         return "\n".join(lines)

@@ -11,6 +11,7 @@ import typer
 
 from treadle.codegen.bundle import Bundle, open_bundle
 from treadle.ir.errors import BundleError
+from treadle.ir.fold import fold_text
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -19,6 +20,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 def inspect(
     bundle: Annotated[Path, typer.Argument(help="A bundle folder.")],
     ir: Annotated[str | None, typer.Option("--ir", help="Print the IR of a stage (traced, ..., unified) or a piece.")] = None,
+    fold: Annotated[bool, typer.Option("--fold", help="With --ir: print layers that are equal once, in a repeat block.")] = False,
     misses: Annotated[bool, typer.Option("--near-misses", help="Also list places where a pass nearly matched.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     verify: Annotated[Path | None, typer.Option(help="Check the signature with this public key (PEM).")] = None,
@@ -26,7 +28,8 @@ def inspect(
     """Show stages, passes, pieces, dispatch table, sizes and settings. Works for a bundle of another machine too."""
     opened = open_bundle(bundle, verify_key=verify, for_loading=False)
     if ir is not None:
-        typer.echo(opened.file(_ir_path(opened, ir)).read_text(), nl=False)
+        text = opened.file(_ir_path(opened, ir)).read_text()
+        typer.echo(fold_text(text) if fold else text, nl=False)
         return
     summary = summarise(opened)
     if as_json:

@@ -47,7 +47,7 @@ def opt(
     asked = () if pipeline else [step.name for step in steps]
     done = run_passes(graph, steps, verify=verify, observe=after if print_after_all else None, asked=asked)
     if diff:
-        typer.echo(text_diff(before, graph))
+        typer.echo(text_diff(before, graph, show=show))
     if reports:
         typer.echo("\n".join(report_lines(done)))
     if run:

@@ -16,7 +16,7 @@ def main() -> None:
         graph, _ = apply(case.step, case.before)
         case.golden.write_text(print_graph(graph))
     counts = {}
-    for name in ARCHITECTURES:
+    for name in (*ARCHITECTURES, "smollm2"):
         stages = run_pipeline(traced(name))
         counts[name] = {"pieces": list(stages.unified.pieces), "matches": match_counts(stages.reports)}
     (GOLDEN / "match_counts.json").write_text(json.dumps(counts, indent=1) + "\n")
