@@ -10,11 +10,12 @@ with clamps or offsets (gpt-oss).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 from treadle.ir.graph import Graph, Param, Value
-from treadle.passes.base import Pass, PassReport, Tier
+from treadle.passes.base import NearMiss, Pass, PassReport, Tier
 from treadle.passes.match import bind, op
 from treadle.passes.rewrite import Build, Match, Rule, Where, rewrite
 from treadle.passes.rewriter import Rewriter
@@ -61,4 +62,20 @@ class RaiseGatedAct(Pass):
     produces: ClassVar[tuple[str, ...]] = ("gated_act",)
 
     def run(self, graph: Graph) -> PassReport:
-        return rewrite(graph, self.report(), RULES)
+        report = rewrite(graph, self.report(), RULES)
+        report.near_misses += _without_activation(graph)
+        return report
+
+
+def _without_activation(graph: Graph) -> Iterator[NearMiss]:
+    """Products of two linears of one value: what is left of a gated activation that lost its activation."""
+    for node in graph.nodes:
+        factors = [value.producer for value in node.inputs()]
+        if node.op != "aten.mul.Tensor" or len(factors) != 2:
+            continue
+        gate, up = factors
+        if gate is None or up is None or gate is up or gate.op != "linear" or up.op != "linear":
+            continue
+        if next(gate.inputs()) is next(up.inputs()):
+            acts = ", ".join(_ACTIVATIONS)
+            yield NearMiss.of(node, f"neither factor is an activation ({acts}): both are linear", 3)

@@ -21,7 +21,6 @@ from tests.passes.harness import (
     traced,
 )
 from treadle.codegen.program import Program, check_program
-from treadle.ir.text import parse_graph, print_graph
 from treadle.ir.verify import verify
 from treadle.passes.pipeline import (
     CompiledStages,
@@ -32,7 +31,6 @@ from treadle.passes.pipeline import (
     raise_passes,
     run_pipeline,
 )
-from treadle.passes.split_text import parse_split, print_split
 from treadle.passes.steps import kv_layers, program_inputs, program_steps
 
 BF16 = ("llama", "gemma3", "olmo2", "qwen3_moe")
@@ -95,27 +93,6 @@ def test_each_pass_keeps_outputs(architecture: str) -> None:
             (after,) = outputs(graph, weights, inputs)
             assert_same(before, after, exact=step.tier == "exact")
             before = after
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_every_stage_is_text_that_parses_back(architecture: str) -> None:
-    """Printing, parsing and printing again gives the same text, for graphs and for programs."""
-    stages = compiled(architecture)
-    for name, text in stages.texts().items():
-        again = (
-            print_split(parse_split(text)) if name in ("split", "unified") else print_graph(parse_graph(text))
-        )
-        assert again == text, name
-
-
-@pytest.mark.parametrize("architecture", ["llama", "gemma2", "qwen3_moe"])
-def test_parsed_program_runs(architecture: str) -> None:
-    """The text of the last stage, read back, gives the same bits."""
-    stages = compiled(architecture)
-    weights = Weights(stages.traced)
-    inputs = {**example_inputs(stages.traced), "logit_rows": torch.arange(TOKENS)}
-    wanted = split_outputs(stages.unified, weights, inputs)
-    assert_same(wanted, split_outputs(parse_split(print_split(stages.unified)), weights, inputs), exact=True)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

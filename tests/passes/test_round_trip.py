@@ -63,7 +63,8 @@ def test_text_after_every_pass_and_of_every_stage(architecture: str) -> None:
         assert_same(wanted, given, exact=True)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt2", "qwen3_moe"])
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["gemma3", "gpt2", "qwen3_moe"])
 def test_folded_stages_are_the_same_graph(architecture: str) -> None:
     """Folded text of every stage is shorter, stays as it is when folded again, and parses to the whole graph."""
     layers = 7 if architecture == "gemma3" else 3  # two kinds of layers in turn need two of each
@@ -98,6 +99,7 @@ def test_thirty_layers_print_once() -> None:
     assert len(graph.nodes) > 1000 and len(graph.inputs) == 33
 
 
+@pytest.mark.slow
 def test_match_counts_of_smollm2() -> None:
     """Acceptance 2: what each fusion finds in the 30 layers stands in the golden file."""
     stages = run_pipeline(traced("smollm2"))
