@@ -14,6 +14,7 @@ COMMANDS = {
     "generate": ("treadle.server.commands_generate", "Complete prompts from a bundle, without a server."),
     "chat": ("treadle.server.commands_chat", "Chat with a bundle, without a server."),
     "inspect": ("treadle.server.commands_inspect", "Show what a bundle holds and how it was made."),
+    "verify": ("treadle.server.commands_verify", "Prove a bundle: each pass and each compiled piece on seeded inputs."),
     "cache": ("treadle.server.commands_cache", "List, verify, explain, compare and clean the artifact store."),
     "doctor": ("treadle.server.commands_doctor", "Check this machine and report what treadle finds."),
 }
