@@ -10,7 +10,7 @@ import msgspec
 import typer
 
 from treadle.codegen.bundle import Bundle, open_bundle
-from treadle.ir.errors import BundleError
+from treadle.ir.errors import BundleError, ConfigError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -21,10 +21,17 @@ def inspect(
     ir: Annotated[str | None, typer.Option("--ir", help="Print the IR of a stage (traced, ..., unified) or a piece.")] = None,
     misses: Annotated[bool, typer.Option("--near-misses", help="Also list places where a pass nearly matched.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    html: Annotated[Path | None, typer.Option("--html", help="Write one self-contained page to this file.")] = None,
+    time: Annotated[bool, typer.Option("--time", help="With --html: time each piece on this machine.")] = False,
     verify: Annotated[Path | None, typer.Option(help="Check the signature with this public key (PEM).")] = None,
 ) -> None:
     """Show stages, passes, pieces, dispatch table, sizes and settings. Works for a bundle of another machine too."""
-    opened = open_bundle(bundle, verify_key=verify, for_loading=False)
+    opened = open_bundle(bundle, verify_key=verify, for_loading=time)
+    if html is not None:
+        _write_page(opened, html, timed=time)
+        return
+    if time:
+        raise ConfigError("--time belongs to --html; add --html OUT.html")
     if ir is not None:
         typer.echo(opened.file(_ir_path(opened, ir)).read_text(), nl=False)
         return
@@ -33,6 +40,21 @@ def inspect(
         typer.echo(json.dumps(summary, indent=1))
         return
     typer.echo(render(summary, with_misses=misses))
+
+
+def _write_page(bundle: Bundle, out: Path, *, timed: bool) -> None:
+    from treadle.server.inspect_html import render_page
+
+    times = None
+    if timed:
+        from treadle.codegen.time_pieces import time_pieces
+
+        times = time_pieces(bundle)
+    try:
+        out.write_text(render_page(bundle, times), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write --html {out}: {error.strerror}") from error
+    typer.echo(f"wrote {out} ({out.stat().st_size / 1e6:.1f} MB)")
 
 
 def summarise(bundle: Bundle) -> dict[str, Any]:
