@@ -69,6 +69,8 @@ def summarise(bundle: Bundle) -> dict[str, Any]:
         "limits": msgspec.to_builtins(manifest.limits),
         "stages": [Path(path).stem.partition("-")[2] for path in manifest.stages],
         "passes": _reports(bundle),
+        "measured": _optional_report(bundle, "reports/profit.json"),
+        "proof": _optional_report(bundle, "reports/verify.json"),
         "pieces": [
             {
                 "name": piece.name,
@@ -117,6 +119,7 @@ def render(summary: dict[str, Any], *, with_misses: bool = False) -> str:
             lines.append(f"      warning: {report['warning']}")
         if with_misses:
             lines += [f"      {miss['node']}: {miss['predicate']}  {miss['source']}" for miss in report["near_misses"]]
+    lines += _measured_lines(summary["measured"]) + _proof_lines(summary["proof"])
     lines += ["", "pieces (calls, size, layers)"]
     for piece in summary["pieces"]:
         where = _spans(piece["layers"]) or "-"
@@ -149,6 +152,25 @@ def _ir_path(bundle: Bundle, name: str) -> str:
 
 def _reports(bundle: Bundle) -> list[dict[str, Any]]:
     return json.loads(bundle.file("reports/passes.json").read_bytes())
+
+
+def _optional_report(bundle: Bundle, path: str) -> Any:
+    return json.loads(bundle.file(path).read_bytes()) if path in bundle.manifest.reports else None
+
+
+def _measured_lines(profit: dict[str, Any] | None) -> list[str]:
+    if profit is None:
+        return []
+    lines = [f"  {choice['name']:<36}{choice['reason']}" for choice in profit["choices"]]
+    return ["", "measured passes", *(lines or [f"  {profit['reason'] or 'none of them rewrote anything'}"])]
+
+
+def _proof_lines(proof: dict[str, Any] | None) -> list[str]:
+    if proof is None:
+        return []
+    good = sum(check["ok"] for check in proof["checks"])
+    shapes = ", ".join(map(str, proof["shapes"]))
+    return ["", f"proof      {good} of {len(proof['checks'])} comparisons hold for {shapes} tokens (seed {proof['seed']})"]
 
 
 def _weights_line(weights: dict[str, Any]) -> str:

@@ -90,7 +90,7 @@ def _layer_of(line: str, before: _Place | None) -> _Place | None:
     found = _LAYER.search(source[1] if source else line)
     if found is not None:
         return "layer", int(found[1])
-    declared = line.lstrip().startswith(("input ", "param ", "weight "))
+    declared = line.lstrip().startswith(("input ", "param ", "weight ", "return", "}"))
     return None if source is not None or declared else before
 
 
