@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.codegen.conftest import MakeBundle
-from treadle.codegen import amend_bundle
+from treadle.codegen import write_bundle
 from treadle.codegen.amend_bundle import add_report
 from treadle.codegen.bundle import open_bundle
 from treadle.ir.errors import BundleError
@@ -56,7 +56,7 @@ def test_an_interrupted_amendment_leaves_the_bundle(make_bundle: MakeBundle, mon
     def fail(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(amend_bundle.msgspec.structs, "replace", fail)
+    monkeypatch.setattr(write_bundle, "encode_manifest", fail)
     with pytest.raises(KeyboardInterrupt):
         add_report(path, REPORT, b"{}")
     monkeypatch.undo()

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from tests.models import save_model
+from tests.server.tiny_bundle import compile_tiny
 from treadle.codegen.bundle import open_bundle
-from treadle.codegen.compile import compile as compile_model
 from treadle.codegen.write_bundle import writing_bundle
 from treadle.server.cli import app
 
@@ -23,11 +22,7 @@ def treadle(*arguments: object) -> Result:
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("verify")
-    save_model("llama", folder / "tiny")
-    return compile_model(
-        folder / "tiny", folder / "b", store=folder / "store", level=1, backend="eager", max_num_batched_tokens=64
-    )
+    return compile_tiny(tmp_path_factory.mktemp("verify"))
 
 
 def test_a_right_bundle_is_proved_and_keeps_the_proof(bundle: Path) -> None:

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tests.models import save_model
-from treadle.codegen.compile import compile as compile_model
+from tests.server.tiny_bundle import compile_tiny
 from treadle.server.cli import app
 
 pytestmark = pytest.mark.slow
@@ -24,11 +23,7 @@ _FLAGS = (
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("page")
-    save_model("llama", folder / "tiny")
-    return compile_model(
-        folder / "tiny", folder / "b<i>d</i>", store=folder / "store", level=1, backend="eager", max_num_batched_tokens=64
-    )
+    return compile_tiny(tmp_path_factory.mktemp("page"), "b<i>&.bundle")
 
 
 def page(bundle: Path, out: Path, *options: str) -> str:
@@ -52,7 +47,7 @@ def test_the_page_needs_nothing_but_itself(bundle: Path, tmp_path: Path) -> None
     """C14-30: no address is fetched, names are escaped, and everything the bundle says is in it."""
     text = page(bundle, tmp_path / "page.html", "--time")
     assert not re.search(r"""(?:src|href)=["'](?!#|data:)""", text) and "@import" not in text and "url(" not in text
-    assert "<i>d</i>" not in text and "b&lt;i&gt;d&lt;/i&gt;" in text
+    assert "b<i>" not in text and "b&lt;i&gt;&amp;.bundle" in text
     for words in ("raise_rope", "fuse_qkv", "pieces/layer-1-64.ir", "model.layers.0", "16 tokens", "asked for"):
         assert words in text, words
     assert text.count("<section") == text.count("</section>") == 7
@@ -64,7 +59,7 @@ def test_a_browser_shows_one_diff_and_opens_what_is_folded(bundle: Path, tmp_pat
     text = page(bundle, file)
     shown = dump(file, tmp_path / "profile")
     assert shown.count('class="panel open"') == 1 and '<html lang="en" class="script">' in shown
-    assert shown.count('aria-pressed="true"') == 1 and shown.count('aria-pressed="false"') == 4
+    assert shown.count('aria-pressed="true">') == 1 and shown.count('aria-pressed="false">') == 4
     file.write_text(text.replace("</script>", 'tabs[2].click(); document.querySelector("#diff2 .gap button").click();</script>'))
     clicked = dump(file, tmp_path / "profile")
     assert '<div class="panel open" id="diff2">' in clicked
