@@ -114,7 +114,7 @@ def _passes(reports: Iterable[Mapping[str, Any]]) -> str:
             f'<td class="num">{report["matched"]}</td><td class="num">{len(report["near_misses"]) or ""}</td>'
             f'<td class="num">{report["seconds"] * 1000:.0f} ms</td><td class="wide">{_text(counts)}</td></tr>'
         )
-    return _table(["#", "pass", "keeps", "matches", "near misses", "time", "kinds"], rows)
+    return _table([">#", "pass", "tier", ">matches", ">near misses", ">time", "kinds"], rows)
 
 
 def _sites(title: str, sites: Sequence[Mapping[str, str]]) -> str:
@@ -213,8 +213,8 @@ def _pieces(bundle: Bundle, times: Times | None) -> str:
     weights = _weight_bytes(manifest)
     counts = sorted({tokens for row in (times or {}).values() for tokens in row})
     rows = [_piece_row(bundle, index, piece, sizes, weights, times, counts) for index, piece in enumerate(manifest.pieces)]
-    heads = ["piece", "calls", "layers", "code", "weights of all calls", "weights of a call"]
-    heads += [f"{tokens} tokens" for tokens in counts]
+    heads = ["piece", ">calls", "after attention of layers", ">code", ">weights, all calls", ">weights, one call"]
+    heads += [f">T = {tokens}" for tokens in counts]
     note = "" if times else '<p class="quiet">Give <code>--time</code> to have each piece timed on this machine.</p>'
     texts = "".join(
         f"<details><summary>IR of {_text(piece.name)}</summary><pre>{_text(bundle.file(piece.ir).read_text())}</pre></details>"
@@ -240,7 +240,7 @@ def _piece_row(
     code = sum(sizes[item.file] for item in piece.ranges)
     return (
         f'<tr><td><span class="swatch c{index % _COLOURS}"></span>{_text(piece.name)}</td><td class="num">{len(calls)}</td>'
-        f'<td>{_text(_spans(piece.layers) or "none before it")}</td><td class="num">{_size(code)}</td>'
+        f'<td>{_text(_spans(piece.layers) or "–")}</td><td class="num">{_size(code)}</td>'
         f'<td class="num">{_size(total)}</td><td class="num">{_size(one)}</td>{timed}</tr>'
     )
 
@@ -297,7 +297,7 @@ def _profit(report: Mapping[str, Any]) -> str:
                 f'<td class="num">{_duration(point["with_pass"])}</td><td class="num">{_duration(point["without"])}</td>'
                 f"<td>{'kept' if choice['kept'] else 'left out'}</td></tr>"
             )
-    return _table(["pass", "tokens", "with it", "without it", "decision"], rows)
+    return _table(["pass", ">tokens", ">with it", ">without it", "decision"], rows)
 
 
 def _proof(proof: Mapping[str, Any]) -> str:
@@ -315,7 +315,7 @@ def _proof(proof: Mapping[str, Any]) -> str:
         bound = f"{checks[0]['bound']:.0e}" if checks[0]["bound"] else "bitwise"
         rows.append(f'<tr><td>{_text(place)}</td><td>{_text(name)}</td><td class="num">{bound}</td>{cells}</tr>')
     verdict = "Everything holds." if proof["ok"] else '<span class="bad">Something differs.</span>'
-    heads = ["what", "name", "allowed", *(f"{tokens} tokens" for tokens in proof["shapes"])]
+    heads = ["what", "name", ">allowed", *(f">T = {tokens}" for tokens in proof["shapes"])]
     return f"<p>{verdict} Seed {proof['seed']}; errors are relative to the largest output.</p>{_table(heads, rows)}"
 
 
@@ -341,7 +341,7 @@ def _times(manifest: Manifest) -> str:
         f'<meter max="{longest:.3f}" value="{row.seconds:.3f}"></meter></td></tr>'
         for row in manifest.times
     ]
-    return _table(["stage", "time", ""], rows)
+    return _table(["stage", ">time", ""], rows)
 
 
 def _section(anchor: str, title: str, body: str) -> str:
@@ -349,7 +349,8 @@ def _section(anchor: str, title: str, body: str) -> str:
 
 
 def _table(heads: Sequence[str], rows: Sequence[str]) -> str:
-    head = "".join(f"<th>{escape(name)}</th>" for name in heads)
+    """A table from its rows; a heading that starts with ">" stands over numbers."""
+    head = "".join(f'<th class="num">{escape(name[1:])}</th>' if name[:1] == ">" else f"<th>{escape(name)}</th>" for name in heads)
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.models import save_model
 from tests.passes.harness import traced_text
+from treadle.codegen import compile as compile_module
+from treadle.codegen.bundle import open_bundle
 from treadle.codegen.profit import Profit, choose_by_time
 from treadle.codegen.target import TARGETS, Target, resolve_target
 from treadle.codegen.time_pieces import interleaved, usable_counts
@@ -64,11 +69,10 @@ def test_fusions_that_pay_stay() -> None:
 
 
 def test_only_pieces_that_differ_are_built() -> None:
-    """Compile time stays bounded: a piece that a fusion does not touch is not compiled for it."""
+    """Compile time stays bounded: of the pieces that a fusion changes only those that layers share are compiled for it."""
     fake = Fake(slow="qkv")
     choose(fake)
-    assert all("logits" not in names for names in fake.built)
-    assert len(fake.built) == 2 * len(FUSIONS)
+    assert fake.built == [("layer",)] * 2 * len(FUSIONS)
 
 
 def test_times_count_as_often_as_the_program_calls_a_piece() -> None:
@@ -76,8 +80,31 @@ def test_times_count_as_often_as_the_program_calls_a_piece() -> None:
     fake = Fake(slow="qkv")
     choice = next(choice for choice in choose(fake).choices if choice.name == "fuse_gate_up")
     costs = {name.removeprefix("with "): cost for name, cost in fake._cost.items() if name.startswith("with ")}
-    expected = 2 * costs["layer"] + costs["last"]
-    assert choice.times[0].with_pass == expected
+    assert choice.times[0].with_pass == 2 * costs["layer"]
+
+
+@pytest.mark.slow
+def test_what_is_left_out_is_left_out_of_the_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """C09-31, promise 8: the program, the settings and the report agree, and the choice says who made it."""
+
+    def time(calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+        return {name: 2.0 if name.startswith("with ") else 1.0 for name in calls}
+
+    monkeypatch.setattr(compile_module, "choose_by_time", partial(choose_by_time, timer=time))
+    monkeypatch.setattr(compile_module, "compile_natives", lambda *given, **named: {})
+    save_model("llama", tmp_path / "tiny")
+    made = compile_module.compile(
+        tmp_path / "tiny", tmp_path / "b", store=tmp_path / "store", level=3, backend="eager", max_num_batched_tokens=64,
+        disabled_passes=("fuse_qkv",),
+    )  # fmt: skip
+    bundle = open_bundle(made)
+    row = next(row for row in bundle.manifest.settings if row.field == "disabled_passes")
+    assert (row.source, row.asked) == ("measured", ["fuse_qkv"])
+    assert row.value == ["fuse_qkv", "fuse_add_rms_norm", "fuse_gate_up"]
+    assert "fuse_gate_up left out: 4e+03 ms with it and 2e+03 ms without" in row.reason
+    assert not FUSIONS & set(bundle.manifest.pipeline)
+    report = json.loads(bundle.file("reports/profit.json").read_bytes())
+    assert [choice["kept"] for choice in report["choices"]] == [False, False]
 
 
 def test_another_target_is_not_measured_and_says_why() -> None:

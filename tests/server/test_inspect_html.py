@@ -48,7 +48,7 @@ def test_the_page_needs_nothing_but_itself(bundle: Path, tmp_path: Path) -> None
     text = page(bundle, tmp_path / "page.html", "--time")
     assert not re.search(r"""(?:src|href)=["'](?!#|data:)""", text) and "@import" not in text and "url(" not in text
     assert "b<i>" not in text and "b&lt;i&gt;&amp;.bundle" in text
-    for words in ("raise_rope", "fuse_qkv", "pieces/layer-1-64.ir", "model.layers.0", "16 tokens", "asked for"):
+    for words in ("raise_rope", "fuse_qkv", "pieces/layer-1-64.ir", "model.layers.0", "T = 16", "asked for"):
         assert words in text, words
     assert text.count("<section") == text.count("</section>") == 7
 
