@@ -36,7 +36,7 @@ def keys(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def test_a_report_is_added_listed_and_replaced(make_bundle: MakeBundle) -> None:
-    """C09-30: everything else stays byte for byte, and the manifest's seal holds."""
+    """C09-04: everything else stays byte for byte, and the manifest's seal holds."""
     path = make_bundle()
     before = {entry.path: entry.sha256 for entry in open_bundle(path).manifest.files}
     for data in (b'{"ok": true}', b'{"ok": false}'):

@@ -55,7 +55,7 @@ def choose(fake: Fake, target: Target | None = None) -> Profit:
 
 
 def test_a_fusion_that_is_slower_is_left_out_with_both_times() -> None:
-    """C09-31: only the pass that costs more on this machine; the report has the time with it and without it."""
+    """Promise 9: only the pass that costs more on this machine; the report has the time with it and without it."""
     profit = choose(Fake(slow="qkv"))
     assert {choice.name for choice in profit.choices} == FUSIONS
     assert profit.left_out == ("fuse_qkv",)
@@ -85,7 +85,7 @@ def test_times_count_as_often_as_the_program_calls_a_piece() -> None:
 
 @pytest.mark.slow
 def test_what_is_left_out_is_left_out_of_the_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """C09-31, promise 8: the program, the settings and the report agree, and the choice says who made it."""
+    """Promise 8: the program, the settings and the report agree, and the choice says who made it."""
 
     def time(calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:
         return {name: 2.0 if name.startswith("with ") else 1.0 for name in calls}

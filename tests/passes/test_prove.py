@@ -52,7 +52,7 @@ def prove(architecture: str, steps: list[Pass], shapes: tuple[int, ...] = SHAPES
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_each_pass_and_all_together_hold(architecture: str) -> None:
-    """C09-30: every pass that matched is compared at every token count, exact ones bit by bit."""
+    """Promise 9: every pass that matched is compared at every token count, exact ones bit by bit."""
     checks = prove(architecture, pipeline())
     assert [check for check in checks if not check.ok] == []
     proved = {check.name for check in checks if check.kind == "pass"}

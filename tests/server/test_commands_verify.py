@@ -26,7 +26,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_right_bundle_is_proved_and_keeps_the_proof(bundle: Path) -> None:
-    """C09-30"""
+    """Promise 9: passes and pieces are compared with the unrewritten graph, and the bundle keeps the result."""
     result = treadle("verify", bundle, "--shapes", "1,5", "--seed", 7)
     assert result.exit_code == 0, result.output
     assert "T=5" in result.output and "fuse_qkv" in result.output and "piece layer" in result.output

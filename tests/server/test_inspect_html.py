@@ -44,7 +44,7 @@ def dump(file: Path, profile: Path) -> str:
 
 
 def test_the_page_needs_nothing_but_itself(bundle: Path, tmp_path: Path) -> None:
-    """C14-30: no address is fetched, names are escaped, and everything the bundle says is in it."""
+    """Promise 1: no address is fetched, names are escaped, and everything the bundle says is in it."""
     text = page(bundle, tmp_path / "page.html", "--time")
     assert not re.search(r"""(?:src|href)=["'](?!#|data:)""", text) and "@import" not in text and "url(" not in text
     assert "b<i>" not in text and "b&lt;i&gt;&amp;.bundle" in text
