@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,9 +18,11 @@ from treadle.codegen.compile_natives import compile_natives
 from treadle.codegen.compile_pieces import CompiledPiece, KeyContext, compile_pieces, default_jobs
 from treadle.codegen.config import IR_DTYPES, CompileConfig, resolve_compile
 from treadle.codegen.describe import CompiledModel, add_weights, fill_bundle, used_params
+from treadle.codegen.loader import Artifact, load_artifact
 from treadle.codegen.locks import owned_scratch, sweep_scratch
+from treadle.codegen.profit import Profit, choose_by_time
 from treadle.codegen.progress import Progress, StageClock
-from treadle.codegen.ranges import plan_ranges
+from treadle.codegen.ranges import TokenRange, plan_ranges
 from treadle.codegen.signing import sign
 from treadle.codegen.store import Store, StoredObject
 from treadle.codegen.store_location import default_store_root
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
     from treadle.passes.pipeline import CompiledStages
 
 _SCRATCH = "compile-"
+MEASURED_LEVEL = 3
+"""At this level fusions are timed on the target and left out where they do not pay."""
 DEFAULT_MODEL_LEN = 2048
 """For a model that does not state how many positions it was made for."""
 
@@ -117,6 +121,7 @@ class _Compile:
         self._clock = clock
         self._progress = progress
         self._scratch = scratch
+        self._profit: Profit | None = None
 
     def run(self) -> Path:
         config = self._resolved.config
@@ -129,6 +134,8 @@ class _Compile:
                 natives = pool.submit(self._compile_natives)
                 source = self._read_config()
                 stages = self._trace_and_rewrite(source)
+                if self._resolved.config.level == MEASURED_LEVEL:
+                    stages = self._leave_out_slow_passes(stages, backend, jobs)
                 return self._compile_and_write(source, stages, backend, jobs, natives)
             finally:
                 backend.close()
@@ -160,6 +167,7 @@ class _Compile:
                     resolved=self._resolved,
                     target=self._target,
                     toolchain={**toolchain(config.compiler), "treadle": treadle_version()},
+                    profit=self._profit,
                 )
                 manifest = fill_bundle(writer, compiled)
             manifest.times = list(self._clock.times)
@@ -189,24 +197,60 @@ class _Compile:
                 self._progress.note(report.warning)
         return stages
 
+    def _leave_out_slow_passes(self, stages: CompiledStages, backend: Backend, jobs: int) -> CompiledStages:
+        """Times the fusions on and off and rewrites again without those that do not pay (level 3)."""
+        from treadle.passes.pipeline import run_pipeline
+
+        widest = plan_ranges(self._resolved.config.max_num_batched_tokens)
+
+        def build(program: CompiledStages, pieces: Mapping[str, Graph]) -> dict[str, Artifact]:
+            compiled = self._build(program, pieces, widest, backend, jobs)
+            files = {piece.name: next(iter(piece.artifacts.values())).path for piece in compiled}
+            return {name: load_artifact(path, backend.format) for name, path in files.items()}
+
+        with self._clock.stage("measure passes"):
+            self._profit = choose_by_time(stages, pipeline_options(self._resolved.config), self._target, build)
+        for words in (self._profit.reason, *(f"{one.name} {one.reason}" for one in self._profit.choices)):
+            if words:
+                self._progress.note(words)
+        slow = [choice for choice in self._profit.choices if not choice.kept]
+        if not slow:
+            return stages
+        without = (*self._resolved.config.disabled_passes, *self._profit.left_out)
+        reason = "; ".join(f"{choice.name} {choice.reason}" for choice in slow)
+        self._resolved = self._resolved.override("measured", reason, disabled_passes=without)
+        return run_pipeline(stages.traced, pipeline_options(self._resolved.config))
+
     def _compile_pieces(self, stages: CompiledStages, backend: Backend, jobs: int) -> list[CompiledPiece]:
+        config = self._resolved.config
+        ranges = plan_ranges(config.max_num_batched_tokens, config.exact_sizes)
+        with self._clock.stage("compile pieces"):
+            return self._build(stages, stages.unified.pieces, ranges, backend, jobs)
+
+    def _build(
+        self,
+        stages: CompiledStages,
+        pieces: Mapping[str, Graph],
+        ranges: Sequence[TokenRange],
+        backend: Backend,
+        jobs: int,
+    ) -> list[CompiledPiece]:
         config = self._resolved.config
         context = KeyContext(
             pipeline=stages.pipeline(),
             target=self._target,
             toolchain=toolchain(config.compiler, with_compiler=backend.needs_compiler),
         )
-        with self._clock.stage("compile pieces"):
-            return compile_pieces(
-                stages.unified.pieces,
-                plan_ranges(config.max_num_batched_tokens, config.exact_sizes),
-                backend,
-                context,
-                self._store,
-                jobs=jobs,
-                on_start=self._progress.piece,
-                report=self._progress.note,
-            )
+        return compile_pieces(
+            pieces,
+            ranges,
+            backend,
+            context,
+            self._store,
+            jobs=jobs,
+            on_start=self._progress.piece,
+            report=self._progress.note,
+        )
 
     def _compile_natives(self) -> dict[str, StoredObject]:
         config = self._resolved.config

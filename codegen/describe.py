@@ -23,6 +23,8 @@ from treadle.codegen.manifest import (
     WeightEntry,
     WeightsEntry,
 )
+from treadle.codegen.profit import REPORT as PROFIT_REPORT
+from treadle.codegen.profit import Profit
 from treadle.codegen.program import KVLayer, Program, Step
 from treadle.codegen.store import StoredObject
 from treadle.codegen.target import Target
@@ -53,6 +55,7 @@ class CompiledModel:
     resolved: Resolved[CompileConfig]
     target: Target
     toolchain: Mapping[str, str]
+    profit: Profit | None = None
 
 
 def fill_bundle(writer: BundleWriter, compiled: CompiledModel) -> Manifest:
@@ -85,11 +88,18 @@ def fill_bundle(writer: BundleWriter, compiled: CompiledModel) -> Manifest:
         ],
         tokenizer=_add_tokenizer(writer, compiled.source),
         stages=stages,
-        reports=[writer.add_bytes("reports/passes.json", reports.encode())],
+        reports=[writer.add_bytes("reports/passes.json", reports.encode()), *_add_profit(writer, compiled.profit)],
         settings=setting_rows(compiled.resolved),
         times=[],
         files=[],
     )
+
+
+def _add_profit(writer: BundleWriter, profit: Profit | None) -> list[str]:
+    """The measured choices of level 3; other levels have none."""
+    if profit is None:
+        return []
+    return [writer.add_bytes(PROFIT_REPORT, json.dumps(profit.as_dict(), indent=1).encode())]
 
 
 def make_program(unified: SplitGraph) -> Program:

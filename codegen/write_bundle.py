@@ -65,6 +65,16 @@ class BundleWriter:
             raise ArtifactError(f"{source.name} changed while it was copied into the bundle; run it again")
         return path
 
+    def adopt(self, entry: FileEntry, source: Path) -> None:
+        """Takes over a listed file of another bundle as it is: linked where the file system can, else copied."""
+        try:
+            os.link(source, self.place(entry.path), follow_symlinks=False)
+        except OSError as error:
+            if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP):
+                raise
+            copy_durably(source, self.place(entry.path))
+        self._files[entry.path] = entry
+
     def finish(self, manifest: Manifest, sign_with: Path | None = None) -> Path:
         """Completes `manifest` with the list of files, signs it, and puts the bundle in its place. Returns that."""
         check_program(manifest.program)

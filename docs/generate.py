@@ -89,7 +89,7 @@ def settings() -> Iterator[str]:
     )
     yield from _settings(CompileConfig, "treadle compile", "`treadle.compile(model, **settings)`")
     levels = ", ".join(f"`-O {level}`: {_plain(values)}" for level, values in LEVEL_DEFAULTS.items())
-    yield f"Levels are sets of defaults; what is set explicitly wins. {levels}. Level 0 also leaves out the passes that\nname and join ops.\n"
+    yield f"Levels are sets of defaults; what is set explicitly wins. {levels}. Level 0 also leaves out the passes that\nname and join ops; level 3 times the fusions on this machine and leaves out those that do not pay.\n"
     yield from _settings(EngineConfig, "treadle serve", "`LLM(model, **settings)`")
     yield from _settings(ServerConfig, "treadle serve", "")
     yield "## SamplingParams\n"
@@ -208,6 +208,8 @@ def bundle() -> Iterator[str]:
         "| `ir/NN-STAGE.ir` | the text of each stage: traced, clean, raised, fused, split, unified |\n"
         "| `ir/pieces/NAME.ir` | the text of each unique piece |\n"
         "| `reports/passes.json` | what each pass matched and nearly matched |\n"
+        "| `reports/profit.json` | level 3: the times of the fusions on and off, and what was decided |\n"
+        "| `reports/verify.json` | what `treadle verify` found, once it has run |\n"
         "| `pieces/NAME-START-END.pt2` | one artifact for a piece and a range of token counts (`.ir` with the eager backend) |\n"
         "| `native/NAME.so` | kernels with a C interface |\n"
         "| `weights/*.safetensors` | transformed weights, unless `--no-store-weights` |\n"

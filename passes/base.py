@@ -86,7 +86,8 @@ class Pass(ABC):
 
     A pass declares where it belongs: its `stage`, and names of passes, or of what they produce, that must have run
     (`requires`) or that it follows if they run at all (`after`). `produces` names what later passes may require, ops as
-    a rule. `expects` makes a run without a match a warning.
+    a rule. `expects` makes a run without a match a warning. `measured` passes are for speed only: level 3 leaves them out
+    where they do not pay.
     """
 
     name: ClassVar[str]
@@ -96,6 +97,7 @@ class Pass(ABC):
     produces: ClassVar[tuple[str, ...]] = ()
     after: ClassVar[tuple[str, ...]] = ()
     expects: ClassVar[bool] = False
+    measured: ClassVar[bool] = False
 
     @abstractmethod
     def run(self, graph: Graph) -> PassReport:

@@ -138,6 +138,12 @@ def plan_pipeline(options: PipelineOptions) -> Plan:
     return plan
 
 
+def measured_passes(options: PipelineOptions) -> list[str]:
+    """Names of the passes of a pipeline that are there for speed only."""
+    plan = plan_pipeline(options)
+    return list(dict.fromkeys(step.name for stage in STAGES for step in plan[stage] if step.measured))
+
+
 def extra_passes(options: PipelineOptions) -> list[Pass]:
     """The passes that were asked for beyond the pipeline, as given."""
     return [step for text in options.extra_passes for step in parse_passes(text)]

@@ -10,7 +10,7 @@ import msgspec
 import typer
 
 from treadle.codegen.bundle import Bundle, open_bundle
-from treadle.ir.errors import BundleError
+from treadle.ir.errors import BundleError, ConfigError
 from treadle.ir.fold import fold_text
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -23,10 +23,17 @@ def inspect(
     fold: Annotated[bool, typer.Option("--fold", help="With --ir: print layers that are equal once, in a repeat block.")] = False,
     misses: Annotated[bool, typer.Option("--near-misses", help="Also list places where a pass nearly matched.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    html: Annotated[Path | None, typer.Option("--html", help="Write one self-contained page to this file.")] = None,
+    time: Annotated[bool, typer.Option("--time", help="With --html: time each piece on this machine.")] = False,
     verify: Annotated[Path | None, typer.Option(help="Check the signature with this public key (PEM).")] = None,
 ) -> None:
     """Show stages, passes, pieces, dispatch table, sizes and settings. Works for a bundle of another machine too."""
-    opened = open_bundle(bundle, verify_key=verify, for_loading=False)
+    opened = open_bundle(bundle, verify_key=verify, for_loading=time)
+    if html is not None:
+        _write_page(opened, html, timed=time)
+        return
+    if time:
+        raise ConfigError("--time belongs to --html; add --html OUT.html")
     if ir is not None:
         text = opened.file(_ir_path(opened, ir)).read_text()
         typer.echo(fold_text(text) if fold else text, nl=False)
@@ -36,6 +43,21 @@ def inspect(
         typer.echo(json.dumps(summary, indent=1))
         return
     typer.echo(render(summary, with_misses=misses))
+
+
+def _write_page(bundle: Bundle, out: Path, *, timed: bool) -> None:
+    from treadle.server.inspect_html import render_page
+
+    times = None
+    if timed:
+        from treadle.codegen.time_pieces import time_pieces
+
+        times = time_pieces(bundle)
+    try:
+        out.write_text(render_page(bundle, times), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write --html {out}: {error.strerror}") from error
+    typer.echo(f"wrote {out} ({out.stat().st_size / 1e6:.1f} MB)")
 
 
 def summarise(bundle: Bundle) -> dict[str, Any]:
@@ -50,6 +72,8 @@ def summarise(bundle: Bundle) -> dict[str, Any]:
         "limits": msgspec.to_builtins(manifest.limits),
         "stages": [Path(path).stem.partition("-")[2] for path in manifest.stages],
         "passes": _reports(bundle),
+        "measured": _optional_report(bundle, "reports/profit.json"),
+        "proof": _optional_report(bundle, "reports/verify.json"),
         "pieces": [
             {
                 "name": piece.name,
@@ -98,6 +122,7 @@ def render(summary: dict[str, Any], *, with_misses: bool = False) -> str:
             lines.append(f"      warning: {report['warning']}")
         if with_misses:
             lines += [f"      {miss['node']}: {miss['predicate']}  {miss['source']}" for miss in report["near_misses"]]
+    lines += _measured_lines(summary["measured"]) + _proof_lines(summary["proof"])
     lines += ["", "pieces (calls, size, layers)"]
     for piece in summary["pieces"]:
         where = _spans(piece["layers"]) or "-"
@@ -129,7 +154,26 @@ def _ir_path(bundle: Bundle, name: str) -> str:
 
 
 def _reports(bundle: Bundle) -> list[dict[str, Any]]:
-    return [report for path in bundle.manifest.reports for report in json.loads(bundle.file(path).read_bytes())]
+    return json.loads(bundle.file("reports/passes.json").read_bytes())
+
+
+def _optional_report(bundle: Bundle, path: str) -> Any:
+    return json.loads(bundle.file(path).read_bytes()) if path in bundle.manifest.reports else None
+
+
+def _measured_lines(profit: dict[str, Any] | None) -> list[str]:
+    if profit is None:
+        return []
+    lines = [f"  {choice['name']:<36}{choice['reason']}" for choice in profit["choices"]]
+    return ["", "measured passes", *(lines or [f"  {profit['reason'] or 'none of them rewrote anything'}"])]
+
+
+def _proof_lines(proof: dict[str, Any] | None) -> list[str]:
+    if proof is None:
+        return []
+    good = sum(check["ok"] for check in proof["checks"])
+    shapes = ", ".join(map(str, proof["shapes"]))
+    return ["", f"proof      {good} of {len(proof['checks'])} comparisons hold for {shapes} tokens (seed {proof['seed']})"]
 
 
 def _weights_line(weights: dict[str, Any]) -> str:

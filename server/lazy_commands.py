@@ -17,6 +17,7 @@ COMMANDS = {
     "trace": ("treadle.server.commands_trace", "Trace a model and write its graph as text."),
     "opt": ("treadle.server.commands_opt", "Run passes on a graph's text."),
     "bisect": ("treadle.server.commands_bisect", "Find the first pass that changes a graph's outputs."),
+    "verify": ("treadle.server.commands_verify", "Prove a bundle: each pass and each compiled piece on seeded inputs."),
     "cache": ("treadle.server.commands_cache", "List, verify, explain, compare and clean the artifact store."),
     "doctor": ("treadle.server.commands_doctor", "Check this machine and report what treadle finds."),
 }

@@ -23,6 +23,7 @@ ADD, NORM = "aten.add.Tensor", "rms_norm"
 class FuseAddRmsNorm(Pass):
     name: ClassVar[str] = "fuse_add_rms_norm"
     tier: ClassVar[Tier] = "exact"
+    measured: ClassVar[bool] = True
     produces: ClassVar[tuple[str, ...]] = ("add_rms_norm",)
     after: ClassVar[tuple[str, ...]] = ("raise_rms_norm",)
 

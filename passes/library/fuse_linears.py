@@ -63,6 +63,7 @@ class FuseQkv(_Fuse):
     name: ClassVar[str] = "fuse_qkv"
     tier: ClassVar[Tier] = "changing"
     after: ClassVar[tuple[str, ...]] = ("raise_linear", "raise_addmm", "raise_rope")
+    measured: ClassVar[bool] = True
     kind: ClassVar[str] = "qkv"
 
     def groups(self, graph: Graph, users: Users) -> Iterator[list[Node]]:
@@ -78,6 +79,7 @@ class FuseGateUp(_Fuse):
     name: ClassVar[str] = "fuse_gate_up"
     tier: ClassVar[Tier] = "changing"
     after: ClassVar[tuple[str, ...]] = ("raise_linear", "raise_gated_act")
+    measured: ClassVar[bool] = True
     kind: ClassVar[str] = "gate_up"
 
     def groups(self, graph: Graph, users: Users) -> Iterator[list[Node]]:

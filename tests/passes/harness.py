@@ -13,6 +13,7 @@ import torch
 from treadle.ir.graph import Graph, Param
 from treadle.ir.interpret import run
 from treadle.ir.text import parse_graph
+from treadle.ir.tolerance import REWRITE, relative_error
 from treadle.ir.types import StateType, TensorType
 from treadle.ir.verify import verify
 from treadle.ir.weights import Literal, Load
@@ -24,7 +25,6 @@ ARCHITECTURES = (
     "llama mistral qwen2 qwen3 gemma2 gemma3 phi3 gpt2 olmo2 mixtral qwen3_moe".split()
 )
 TOKENS = 11
-TOLERANCE = {"f32": 1e-5, "bf16": 3e-2}  # relative to the largest output
 
 
 @dataclass(frozen=True)
@@ -119,9 +119,8 @@ def assert_same(wanted: torch.Tensor, given: torch.Tensor, *, exact: bool, dtype
     if exact:
         assert torch.equal(wanted, given), f"differs by {(wanted.double() - given.double()).abs().max()}"
         return
-    scale = max(wanted.abs().max().item(), 1e-3)
-    error = (wanted.double() - given.double()).abs().max().item()
-    assert error <= TOLERANCE[dtype] * scale, f"differs by {error} of {scale}"
+    error = relative_error(wanted, given)
+    assert error <= REWRITE[dtype], f"differs by {error} of the largest output"
 
 
 def match_counts(reports: list[PassReport]) -> dict[str, dict[str, int]]:
