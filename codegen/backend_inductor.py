@@ -20,6 +20,7 @@ from treadle.kernels.native import find_compiler
 class InductorBackend:
     name = "inductor"
     format = "aoti"
+    suffix = ".pt2"
     needs_compiler = True
 
     def __init__(self, *, target: Target, scratch: Path, jobs: int, compiler: str | None):

@@ -1,0 +1,3 @@
+"""placeholder"""
+def arrange(function):
+    return function
