@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tvm import relax, tirx
+from tvm.ir import StringImm
 from tvm.relax import op as R
 
 from treadle.codegen.tvm_runtime import ENTRY, LIBRARY_PREFIX, VERSIONS
@@ -82,7 +83,7 @@ def emit_piece(
             result = builder.emit_output(relax.Tuple([scope.values[value] for value in graph.outputs]))
         builder.emit_func_output(result)
     with builder.function(VERSIONS, []):
-        builder.emit_func_output(relax.StringImm(versions))
+        builder.emit_func_output(StringImm(versions))
     return builder.finalize()
 
 
@@ -208,8 +209,8 @@ def _rope(scope: Emission, node: Node) -> Any:
     return R.concat([scope.emit(out), _slice(x, -1, turning, size)], axis=-1)
 
 
-def _slice(x: Any, axis: int, start: int, end: int) -> Any:
-    return R.strided_slice(x, [axis], [start], [end], assume_inbound=True)
+def _slice(variable: Any, axis: int, start: int, end: int) -> Any:
+    return R.strided_slice(variable, [axis % variable.ty.ndim], [start], [end], assume_inbound=True)
 
 
 def _gated_act(scope: Emission, node: Node) -> Any:
