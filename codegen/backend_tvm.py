@@ -50,7 +50,7 @@ class TvmBackend:
             "end": job.range.end,
             "out": str(out),
             "sources": list(job.sources),
-            "target": self._tvm_target(),
+            "target": self.target(),
             "compiler": self._compiler,
             **self.options(),
         }
@@ -59,7 +59,7 @@ class TvmBackend:
     def close(self) -> None:
         self._pool.close()
 
-    def _tvm_target(self) -> dict[str, Any]:
+    def target(self) -> dict[str, Any]:
         """The target in LLVM's words: nothing beyond its listed features may be used."""
         triple, processor = _PROCESSORS[self._target.arch]
         features = [f"+{name}" for name in self._target.features]

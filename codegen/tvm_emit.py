@@ -191,7 +191,7 @@ def _layer_norm(scope: Emission, node: Node) -> Any:
 
 def _rope(scope: Emission, node: Node) -> Any:
     x, cos, sin = (scope.operand(node, name) for name in ("x", "cos", "sin"))
-    *_, heads, size = _kind(node).shape
+    heads, size = (int(dim) for dim in _kind(node).shape[-2:])  # type: ignore[arg-type]
     turning = int(node.operands["cos"].type.shape[-1])  # type: ignore[union-attr]
     turned = scope.emit(_slice(x, -1, 0, turning))
     half = turning // 2

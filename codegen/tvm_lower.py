@@ -22,8 +22,12 @@ from treadle.codegen.tvm_schedule import arrange
 from treadle.ir.errors import ArtifactError
 
 
-def build_library(module: Any, target: Mapping[str, Any], compiler: str, flags: Sequence[str], out: Path) -> None:
-    """Writes the shared library. `target` is a TVM target as a dict; `compiler` only links. Raises ArtifactError."""
+def build_library(
+    module: Any, target: Mapping[str, Any], compiler: str, flags: Sequence[str], folder: Path, out: Path
+) -> None:
+    """Writes the shared library. `target` is a TVM target as a dict; `compiler` only links; `folder` is for what lies
+    between. Raises ArtifactError.
+    """
     made_for = tvm.target.Target(dict(target))
     with made_for:
         for step in _fusion():
@@ -31,7 +35,7 @@ def build_library(module: Any, target: Mapping[str, Any], compiler: str, flags: 
         module = _arranged(module)
         module = load_any_alignment(module)
     executable = relax.build(module, target=made_for)
-    executable.export_library(str(out), fcompile=_linker(compiler, flags), workspace_dir=os.getcwd())
+    executable.export_library(str(out), fcompile=_linker(compiler, flags), workspace_dir=str(folder))
 
 
 def _fusion() -> list[Any]:

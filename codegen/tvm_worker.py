@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,15 @@ def _compile(request: dict[str, Any]) -> None:
     graph = parse_graph(request["ir"])
     exact = request["start"] if request["start"] == request["end"] else None
     module = emit_piece(graph, exact, request["library"], request["sources"], request["versions"])
-    folder = Path(request["out"]).parent / f"build-{os.getpid()}"
-    folder.mkdir()
-    os.chdir(folder)
-    build_library(module, request["target"], request["compiler"], request["link_flags"], Path(request["out"]))
+    with tempfile.TemporaryDirectory() as folder:
+        build_library(
+            module,
+            request["target"],
+            request["compiler"],
+            request["link_flags"],
+            Path(folder),
+            Path(request["out"]),
+        )
 
 
 if __name__ == "__main__":
