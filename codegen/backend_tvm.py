@@ -15,7 +15,10 @@ from treadle.codegen.tvm_runtime import LIBRARY, installed_versions
 from treadle.codegen.workers import WorkerPool
 from treadle.kernels.native import find_compiler
 
-_PROCESSORS = {"x86_64": ("x86_64-unknown-linux-gnu", "x86-64"), "aarch64": ("aarch64-unknown-linux-gnu", "generic")}
+_PROCESSORS = {
+    "x86_64": ("x86_64-unknown-linux-gnu", "x86-64"),
+    "aarch64": ("aarch64-unknown-linux-gnu", "generic"),
+}
 
 
 class TvmBackend:

@@ -98,7 +98,9 @@ def refuse_unknown(graph: Graph, sources: Sequence[str]) -> None:
         for result in node.results:
             assert isinstance(result.type, TensorType), "state does not enter a piece"
             if result.type.dtype not in _DTYPES:
-                raise ArtifactError(f"this backend has no dtype {result.type.dtype} at {_place(node, number, sources)}")
+                raise ArtifactError(
+                    f"this backend has no dtype {result.type.dtype} at {_place(node, number, sources)}"
+                )
 
 
 def _place(node: Node, number: int, sources: Sequence[str]) -> str:
@@ -142,7 +144,9 @@ def _call_library(scope: Emission, node: Node) -> Any:
 
 def _linear(scope: Emission, node: Node) -> Any:
     x, weight, bias = (scope.operand(node, name) for name in ("x", "weight", "bias"))
-    product = scope.emit(R.matmul(x, R.permute_dims(weight), out_dtype="float32"))
+    if x.ty.ndim != 2:
+        raise ValueError("only products of two matrices have code")
+    product = scope.builder.emit_te(topi.nn.matmul, x, weight, None, "float32", False, True)
     narrow = R.astype(product, _dtype(_kind(node).dtype))
     return narrow if bias is None else R.add(narrow, bias)
 
@@ -200,7 +204,9 @@ def _rope(scope: Emission, node: Node) -> Any:
         swapped = R.concat([R.negative(_slice(pairs, -1, 1, 2)), _slice(pairs, -1, 0, 1)], axis=-1)
         swapped = R.reshape(swapped, [scope.tokens, heads, turning])
     else:
-        swapped = R.concat([R.negative(_slice(turned, -1, half, turning)), _slice(turned, -1, 0, half)], axis=-1)
+        swapped = R.concat(
+            [R.negative(_slice(turned, -1, half, turning)), _slice(turned, -1, 0, half)], axis=-1
+        )
     out = R.add(
         R.multiply(turned, R.expand_dims(cos, -2)), R.multiply(scope.emit(swapped), R.expand_dims(sin, -2))
     )
@@ -235,7 +241,8 @@ def _gelu_tanh(scope: Emission, x: Any, dtype: str) -> Any:
     wide = scope.emit(R.astype(x, "float32"))
     cube = R.multiply(R.multiply(wide, wide), wide)
     inner = R.multiply(
-        _scalar(math.sqrt(2 / math.pi), "float32"), R.add(wide, R.multiply(_scalar(0.044715, "float32"), cube))
+        _scalar(math.sqrt(2 / math.pi), "float32"),
+        R.add(wide, R.multiply(_scalar(0.044715, "float32"), cube)),
     )
     one_plus = R.add(_scalar(1.0, "float32"), R.tanh(inner))
     return R.astype(R.multiply(R.multiply(_scalar(0.5, "float32"), wide), one_plus), dtype)

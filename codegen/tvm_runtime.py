@@ -81,7 +81,9 @@ def _runtime() -> Any:
 
     spec = find_spec("tvm")
     assert spec is not None and spec.submodule_search_locations, "its version was found"
-    ctypes.CDLL(str(Path(spec.submodule_search_locations[0]) / "lib" / "libtvm_runtime.so"), ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(
+        str(Path(spec.submodule_search_locations[0]) / "lib" / "libtvm_runtime.so"), ctypes.RTLD_GLOBAL
+    )
     for name, function in LIBRARY.items():
         tvm_ffi.register_global_func(LIBRARY_PREFIX + name, function)
     return tvm_ffi

@@ -31,28 +31,29 @@ from treadle.ir.text import parse_graph
 
 needs_tvm = pytest.mark.skipif(find_spec("tvm") is None, reason="needs TVM: pip install 'treadle[tvm]'")
 
-HEADS = """graph @heads(T in 1..64) {{
+SEVERAL = """graph @several(T in 1..64) {
   input %ids: i64[T]
   input %positions: i64[T]
-  param %table: {0}[40,24] = load("t")
-  param %frequencies: f32[4] = load("f")
-  param %n: {0}[24] = load("n")
-  param %w: {0}[48,24] = load("w")
-  param %b: {0}[48] = load("b")
-  %e: {0}[T,24] = embedding(%table, %ids)
+  input %x: f32[T,24]
+  input %q: f32[T,8,6]
+  input %c: f32[T,4]
+  input %s: f32[T,4]
+  param %table: f32[40,24] = load("t")
+  param %n: f32[24] = load("n")
+  param %w: f32[48,24] = load("w")
+  param %b: f32[48] = load("b")
+  %e: f32[T,24] = embedding(%table, %ids)
   %p: i64[T,1] = aten.reshape.default(%positions, shape=[T, 1])
   %f: f32[T,1] = aten.to.dtype(%p, dtype=f32)
-  %angle: f32[T,4] = aten.mul.Tensor(%f, %frequencies)
-  %cos: f32[T,4] = aten.cos.default(%angle)
-  %sin: f32[T,4] = aten.sin.default(%angle)
-  %c: {0}[T,4] = aten.to.dtype(%cos, dtype={0})
-  %s: {0}[T,4] = aten.to.dtype(%sin, dtype={0})
-  %y: {0}[T,24] = rms_norm(%e, %n, eps=1e-06, offset=1.0, scale_in_f32=True)
-  %x: {0}[T,48] = linear(%y, %w, %b)
-  %q: {0}[T,8,6] = aten.reshape.default(%x, shape=[T, 8, 6])
-  %r: {0}[T,8,6] = rope(%q, %c, %s, interleaved=True)
-  return %r, %e
-}}
+  %cos: f32[T,1] = aten.cos.default(%f)
+  %sin: f32[T,1] = aten.sin.default(%f)
+  %y: f32[T,24] = rms_norm(%x, %n, eps=1e-06, offset=1.0, scale_in_f32=True)
+  %l: f32[T,48] = linear(%x, %w, %b)
+  %r: f32[T,8,6] = rope(%q, %c, %s, interleaved=True)
+  %g: f32[T,24] = gated_act(%x, %e, act="silu")
+  %h, %t: f32[T,24], f32[T,24] = add_rms_norm(%x, %e, %n, eps=1e-05)
+  return %e, %cos, %sin, %y, %l, %r, %g, %h, %t
+}
 """
 
 ELEMENTS = """graph @elements(T in 1..64) {
@@ -74,12 +75,19 @@ ELEMENTS = """graph @elements(T in 1..64) {
 """
 
 PIECES = {
-    "layer": LAYER,
-    "heads": HEADS.format("f32"),
-    "heads in bfloat16": HEADS.format("bf16"),
-    "heads in float16": HEADS.format("f16"),
-    "elements": ELEMENTS,
+    "layer": (LAYER, "f32"),
+    "elements": (ELEMENTS, "f32"),
+    "several": (SEVERAL, "f32"),
+    "several in bfloat16": (SEVERAL, "bf16"),
+    "several in float16": (SEVERAL, "f16"),
 }
+"""Name -> text in float32, and the dtype that stands for float32. In the short ones each op's result is an output: it is
+rounded once more than the reference, as the table of tolerances has it."""
+
+
+def piece(name: str) -> Graph:
+    text, dtype = PIECES[name]
+    return parse_graph(text.replace("f32[", f"{dtype}["))
 
 
 @pytest.fixture(scope="module")
@@ -96,8 +104,8 @@ def backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Backend]:
 @pytest.fixture(scope="module")
 def libraries(backend: Backend, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("libraries")
-    for number, (name, text) in enumerate(PIECES.items()):
-        job = PieceJob(name=name, ir=canonical_text(parse_graph(text)), range=TokenRange(1, 64))
+    for number, name in enumerate(PIECES):
+        job = PieceJob(name=name, ir=canonical_text(piece(name)), range=TokenRange(1, 64))
         backend.build(job, folder / str(number))
     return {name: folder / str(number) for number, name in enumerate(PIECES)}
 
@@ -112,22 +120,24 @@ def arguments(graph: Graph, tokens: int) -> list[torch.Tensor]:
     return made
 
 
-def check(text: str, artifact: Artifact, given: list[torch.Tensor]) -> None:
-    graph = parse_graph(text)
-    expected = run(graph, given[: len(graph.inputs)], given[len(graph.inputs) :])
-    for want, have in zip(expected, artifact(list(given)), strict=True):
-        assert have.is_contiguous() and have.shape == want.shape and have.dtype == want.dtype
-        assert_close(have, want.float())
+def check(name: str, artifact: Artifact, given: list[torch.Tensor]) -> None:
+    """Against the reference in float32, on the same inputs."""
+    exact = parse_graph(PIECES[name][0])
+    wide = [tensor.float() if tensor.is_floating_point() else tensor for tensor in given]
+    expected = run(exact, wide[: len(exact.inputs)], wide[len(exact.inputs) :])
+    for want, have, value in zip(expected, artifact(list(given)), piece(name).outputs, strict=True):
+        assert have.is_contiguous() and have.shape == want.shape
+        assert have.dtype == value.type.dtype.torch  # type: ignore[union-attr]
+        assert_close(have, want)
 
 
 @needs_tvm
 @pytest.mark.slow
-@pytest.mark.parametrize("tokens", [1, 2, 3, 17, 63, 64, 2048])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 63, 64, 2048])
 @pytest.mark.parametrize("name", list(PIECES))
 def test_a_library_equals_the_references(libraries: dict[str, Path], name: str, tokens: int) -> None:
     """C09-01, C09-11 (R-9.27): one dynamic library at every boundary, at 1, and far beyond."""
-    artifact = load_artifact(libraries[name], "tvm")
-    check(PIECES[name], artifact, arguments(parse_graph(PIECES[name]), tokens))
+    check(name, load_artifact(libraries[name], "tvm"), arguments(piece(name), tokens))
 
 
 @needs_tvm
@@ -139,21 +149,25 @@ def test_weights_may_be_mapped_at_any_address(libraries: dict[str, Path]) -> Non
         shifted = torch.empty(tensor.numel() + 1)[1:].view(tensor.shape).copy_(tensor)
         assert shifted.data_ptr() % 64
         given.append(shifted)
-    check(LAYER, load_artifact(libraries["layer"], "tvm"), given)
+    check("layer", load_artifact(libraries["layer"], "tvm"), given)
 
 
 @needs_tvm
 @pytest.mark.slow
-def test_an_exact_size_and_a_replaced_file(backend: Backend, libraries: dict[str, Path], tmp_path: Path) -> None:
+def test_an_exact_size_and_a_replaced_file(
+    backend: Backend, libraries: dict[str, Path], tmp_path: Path
+) -> None:
     """C09-09: code for exactly three tokens takes no others; a file put in another's place is not mistaken for it."""
     place = tmp_path / "piece.so"
     place.write_bytes(libraries["elements"].read_bytes())
     load_artifact(place, "tvm")
     place.unlink()
-    backend.build(PieceJob(name="layer", ir=canonical_text(parse_graph(LAYER)), range=TokenRange(3, 3)), place)
+    backend.build(
+        PieceJob(name="layer", ir=canonical_text(parse_graph(LAYER)), range=TokenRange(3, 3)), place
+    )
     artifact = load_artifact(place, "tvm")
-    check(LAYER, artifact, arguments(parse_graph(LAYER), 3))
-    with pytest.raises((ValueError, RuntimeError), match="3 vs. 4"):
+    check("layer", artifact, arguments(parse_graph(LAYER), 3))
+    with pytest.raises((ValueError, RuntimeError), match="4 vs. 3"):
         artifact(arguments(parse_graph(LAYER), 4))
 
 
@@ -168,7 +182,9 @@ def test_what_has_no_code_is_refused_by_op_and_place(backend: Backend, tmp_path:
 }
 """
     job = PieceJob(name="gate", ir=text, range=TokenRange(1, 64), sources=("model.gate | modeling.py:7",))
-    with pytest.raises(ArtifactError, match=r"piece gate.*no code for aten.topk.default at `%best.*modeling.py:7"):
+    with pytest.raises(
+        ArtifactError, match=r"piece gate.*no code for aten.topk.default at `%best.*modeling.py:7"
+    ):
         backend.build(job, tmp_path / "out")
     bad = text.replace("aten.topk.default(%x, k=2)", "aten.pow.Tensor_Scalar(%x, exponent=0.5)")
     bad = bad.replace("%best, %ids: f32[T,2], i64[T,2]", "%best: f32[T,8]").replace("%best, %ids", "%best")
@@ -197,14 +213,20 @@ def test_a_library_loads_with_the_runtime_alone(libraries: dict[str, Path]) -> N
     )
     environment = {"PATH": "/nonexistent", "HOME": "/nonexistent", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
-        [sys.executable, "-c", code, str(libraries["layer"])], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", code, str(libraries["layer"])],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.stdout.strip() == "set() False", done.stderr
 
 
 @needs_tvm
 @pytest.mark.slow
-def test_a_library_of_another_version_is_refused(libraries: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_of_another_version_is_refused(
+    libraries: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tvm_runtime, "installed_versions", lambda: "apache-tvm 0.1")
     with pytest.raises(ArtifactError, match=r"made with apache-tvm 0.*and apache-tvm 0.1 is installed"):
         load_artifact(libraries["layer"], "tvm")
@@ -223,7 +245,9 @@ def test_without_tvm_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.Monk
         raise importlib.metadata.PackageNotFoundError(package)
 
     monkeypatch.setattr(tvm_runtime, "version", missing)
-    with pytest.raises(ConfigError, match=r"apache-tvm, which is not installed; pip install 'treadle\[tvm\]'"):
+    with pytest.raises(
+        ConfigError, match=r"apache-tvm, which is not installed; pip install 'treadle\[tvm\]'"
+    ):
         make_backend("tvm", resolve_target("cpu"), tmp_path, 1)
     with pytest.raises(ConfigError, match="'treadle\\[tvm\\]'"):
         load_artifact(tmp_path / "piece.so", "tvm")
