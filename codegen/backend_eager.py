@@ -13,6 +13,7 @@ from treadle.ir.text import parse_graph
 class EagerBackend:
     name = "eager"
     format = "ir"
+    suffix = ".ir"
     needs_compiler = False
 
     def __init__(self, *, target: Target, scratch: Path, jobs: int, compiler: str | None):

@@ -20,6 +20,7 @@ from treadle.kernels.native import find_compiler
 class InductorBackend:
     name = "inductor"
     format = "aoti"
+    suffix = ".pt2"
     needs_compiler = True
 
     def __init__(self, *, target: Target, scratch: Path, jobs: int, compiler: str | None):
@@ -30,7 +31,12 @@ class InductorBackend:
             "treadle.codegen.inductor_worker",
             jobs,
             scratch,
-            {"CXX": str(shim)},
+            {
+                "CXX": str(shim),
+                "TORCHINDUCTOR_CACHE_DIR": str(scratch / "private" / "inductor"),
+                "TORCHINDUCTOR_COMPILE_THREADS": "1",
+                "TRITON_CACHE_DIR": str(scratch / "private" / "triton"),
+            },
             first=[{"op": "warm_up", "isa": target.isa, "options": self.options()}],
         )
 

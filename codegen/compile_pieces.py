@@ -35,6 +35,7 @@ class CompiledPiece:
     graph: Graph
     ir_hash: str
     format: str
+    suffix: str
     artifacts: Mapping[TokenRange, StoredObject]
 
     @property
@@ -93,7 +94,10 @@ def compile_pieces(
     for name, graph in pieces.items():
         wanted = list(ranges) if tokens_from(graph) is not None else [TokenRange(1, 1)]
         text, ir_hash = canonical_text(graph), structural_hash(graph)
-        planned += [(PieceJob(name=name, ir=text, range=token_range), ir_hash) for token_range in wanted]
+        sources = tuple(str(node.source) for node in graph.nodes)
+        planned += [
+            (PieceJob(name=name, ir=text, range=token_range, sources=sources), ir_hash) for token_range in wanted
+        ]
 
     def one(number: int, job: PieceJob, ir_hash: str) -> StoredObject:
         on_start(number, len(planned), job.label)
@@ -115,7 +119,12 @@ def compile_pieces(
     hashes = {job.name: ir_hash for job, ir_hash in planned}
     return [
         CompiledPiece(
-            name=name, graph=graph, ir_hash=hashes[name], format=backend.format, artifacts=artifacts[name]
+            name=name,
+            graph=graph,
+            ir_hash=hashes[name],
+            format=backend.format,
+            suffix=backend.suffix,
+            artifacts=artifacts[name],
         )
         for name, graph in pieces.items()
     ]

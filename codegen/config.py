@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from treadle.codegen.backends import BACKEND_OF_LEVEL, BACKENDS
 from treadle.ir.config import KEY, RUNTIME, Resolved, option, resolve
 from treadle.ir.errors import ConfigError
 
@@ -19,10 +20,7 @@ LEVELS = (0, 1, 2, 3)
 MAX_TOKENS_OF_A_STEP = 1 << 20
 
 LEVEL_DEFAULTS: Mapping[int, Mapping[str, Any]] = {
-    0: {"backend": "eager"},
-    1: {"backend": "inductor"},
-    2: {"backend": "inductor"},
-    3: {"backend": "inductor"},
+    level: {"backend": backend} for level, backend in BACKEND_OF_LEVEL.items()
 }
 
 
@@ -33,7 +31,7 @@ class CompileConfig:
     dtype: str = option("auto", role=KEY, choices=DTYPES, doc="element type of weights and activations; auto: the model's own")
     target: str = option("cpu", role=KEY, doc="what to compile for, for example cpu:x86-64-avx2; cpu: this machine")
     level: int = option(2, role=KEY, choices=LEVELS, doc="optimization level, a set of defaults for the other settings")
-    backend: str = option("inductor", role=KEY, doc="code generator for the pieces: inductor or eager")
+    backend: str = option(BACKEND_OF_LEVEL[2], role=KEY, doc=f"code generator for the pieces: {', '.join(BACKENDS)}")
     max_num_batched_tokens: int = option(2048, role=KEY, doc="most tokens in one step; the artifacts cover 1 up to this")
     exact_sizes: tuple[int, ...] = option((), role=KEY, doc="token counts that get an artifact of their own")
     disabled_passes: tuple[str, ...] = option((), role=KEY, doc="passes to leave out")

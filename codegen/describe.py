@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from treadle.passes.pipeline import CompiledStages
     from treadle.passes.split import SplitGraph
 
-_SUFFIX = {"aoti": ".pt2", "ir": ".ir"}
 _NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version")
 
 
@@ -181,7 +180,7 @@ def _served_layers(program: Program, piece: str) -> list[int]:
 def _add_piece(writer: BundleWriter, piece: CompiledPiece, layers: list[int]) -> PieceEntry:
     ranges = []
     for token_range, stored in piece.artifacts.items():
-        path = f"pieces/{piece.name}-{token_range}{_SUFFIX[piece.format]}"
+        path = f"pieces/{piece.name}-{token_range}{piece.suffix}"
         writer.add_file(path, stored.path, stored.sha256)
         ranges.append(
             RangeEntry(

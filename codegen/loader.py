@@ -27,7 +27,11 @@ Artifact = Callable[[Tensors], "Sequence[torch.Tensor]"]
 
 FORMATS = Registry(
     "artifact format",
-    {"aoti": "treadle.codegen.loader:load_aoti", "ir": "treadle.codegen.loader:load_ir"},
+    {
+        "aoti": "treadle.codegen.loader:load_aoti",
+        "ir": "treadle.codegen.loader:load_ir",
+        "tvm": "treadle.codegen.tvm_runtime:load_tvm",
+    },
 )
 
 

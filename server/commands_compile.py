@@ -60,7 +60,7 @@ def compile(
     dtype: Annotated[str | None, typer.Option(help="auto (default: the model's own), float32, bfloat16 or float16.")] = None,
     target: Annotated[str | None, typer.Option(help="cpu (default: this machine) or, for example, cpu:x86-64-avx2.")] = None,
     level: Annotated[int | None, typer.Option("-O", help="Optimization level: 0 eager, 1, 2 (default), 3.")] = None,
-    backend: Annotated[str | None, typer.Option(help="inductor or eager; default what the level says.")] = None,
+    backend: Annotated[str | None, typer.Option(help="inductor, eager or tvm; default what the level says.")] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Longest request in tokens, prompt and answer.")] = None,
     max_num_batched_tokens: Annotated[int | None, typer.Option(help="Most tokens in one step.")] = None,
     exact_size: Annotated[list[int] | None, typer.Option(help="A token count that gets its own artifact; repeatable.")] = None,

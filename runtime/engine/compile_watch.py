@@ -11,7 +11,7 @@ from pathlib import PurePath
 from typing import Any
 
 COMPILERS = ("g++", "gcc", "cc", "c++", "clang", "clang++", "nvcc", "ptxas", "ld", "as")
-GENERATORS = ("torch._inductor.compile_fx", "torch._dynamo.convert_frame", "triton.compiler.compiler", "tvm.compiler")
+GENERATORS = ("torch._inductor.compile_fx", "torch._dynamo.convert_frame", "triton.compiler.compiler", "tvm.relax.vm_build")
 
 
 class CompileWatch:

@@ -35,7 +35,7 @@ def gone(group: int) -> bool:
     return False
 
 
-PRIVATE = ("HOME", "TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME")
+PRIVATE = ("HOME", "TMPDIR", "XDG_CACHE_HOME")
 
 
 def test_a_worker_gets_no_secret_and_only_private_caches(
