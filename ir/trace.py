@@ -132,7 +132,8 @@ def _explained(model: nn.Module, architecture: str) -> Iterator[None]:
     except Exception as error:
         path, line = failure_source(error.__traceback__, model)
         what, remedy = _diagnose(error)
-        raise TraceError(f"{architecture} cannot be traced: {what}{_place(path, line)}. {remedy}") from error
+        place = _place(path, line) if path or line else _attention_class(model)
+        raise TraceError(f"{architecture} cannot be traced: {what}{place}. {remedy}") from error
 
 
 def _place(path: str, line: str) -> str:
@@ -140,7 +141,8 @@ def _place(path: str, line: str) -> str:
 
 
 def _diagnose(error: Exception) -> tuple[str, str]:
-    first = next((text.strip() for text in str(error).splitlines() if text.strip()), type(error).__name__)
+    about = str(error).partition(" For more information")[0]
+    first = next((text.strip() for text in about.splitlines() if text.strip()), type(error).__name__)
     if MaskNote.__name__ in str(error):
         return (
             "its attention computes with the mask itself instead of calling transformers' attention interface",

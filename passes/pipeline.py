@@ -121,7 +121,9 @@ def known_passes() -> list[str]:
 def plan_pipeline(options: PipelineOptions) -> Plan:
     """The passes that will run, by stage. Raises ConfigError for an unknown pass, or an order that cannot be had."""
     if unknown := set(options.without) - set(known_passes()):
-        raise ConfigError(f"unknown pass {min(unknown)!r} in `without`; known: {', '.join(known_passes())}")
+        raise ConfigError(f"unknown pass {min(unknown)!r} to leave out; known: {', '.join(known_passes())}")
+    if needed := {step.name for step in last_passes()} & set(options.without):
+        raise ConfigError(f"pass {min(needed)!r} cannot be left out: the runtime asks for logits of chosen rows only")
     optimise = options.level >= 1
     steps: Plan = {
         "clean": clean_passes(),

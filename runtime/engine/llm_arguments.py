@@ -22,6 +22,8 @@ RENAMED = {
 
 WITHOUT_EFFECT = {
     "tokenizer": (None,),
+    "tokenizer_mode": ("auto",),
+    "load_format": ("auto",),
     "skip_tokenizer_init": (False,),
     "trust_remote_code": (False,),
     "quantization": (None,),
@@ -59,11 +61,11 @@ def split_arguments(arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str
             if value is not None:
                 logger.warning("%s=%r has no effect: %s", name, value, NOTED[name])
             continue
-        if name not in engine_fields | compile_fields:
+        if name not in engine_fields | compile_fields and value is not None:
             known = sorted(engine_fields | compile_fields | set(RENAMED))
             raise ConfigError(f"LLM has no argument {asked!r}; it takes: {', '.join(known)}")
         if value is None:
-            continue
+            continue  # not asked for, under whatever name
         if name in engine_fields:
             engine[name] = value
         if name in compile_fields and not _serve_time_only(name):

@@ -123,7 +123,7 @@ def test_two_attentions_of_one_layer_are_refused() -> None:
             r"mask itself.*modeling_bloom.py:\d+ in module transformer.h.0.self_attention",
         ),
         ("FalconConfig", {"num_hidden_layers": 2}, r"a table of its own.*modeling_falcon.py:\d+"),
-        ("MambaConfig", {"num_hidden_layers": 2, "state_size": 4}, "keep state between tokens"),
+        ("MambaConfig", {"num_hidden_layers": 2, "state_size": 4}, r"MambaMixer, .*modeling_mamba.py:\d+.*keep state between"),
     ],
 )
 def test_attention_beside_the_interface_is_refused(

@@ -45,6 +45,8 @@ def test_a_pass_can_be_left_out() -> None:
     assert not any("qkv" in param.name for param in stages.fused.params)
     with pytest.raises(ConfigError, match=r"unknown pass 'fuse_everything'.*raise_rope"):
         run_pipeline(traced("llama"), PipelineOptions(without=("fuse_everything",)))
+    with pytest.raises(ConfigError, match=r"'select_logit_rows' cannot be left out"):
+        run_pipeline(traced("llama"), PipelineOptions(without=("select_logit_rows",)))
 
 
 def test_the_observer_sees_every_change() -> None:

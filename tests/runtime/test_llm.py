@@ -176,7 +176,8 @@ def test_a_salt_isolates_the_prefix_cache(llm):
 def test_arguments_have_vllms_names():
     """C02-05: renamed, accepted where they change nothing, refused with the choices where they would."""
     engine, compiling = split_arguments(
-        {"num_gpu_blocks_override": 9, "optimization_level": 0, "dtype": "auto", "tensor_parallel_size": 1, "seed": None}
+        {"num_gpu_blocks_override": 9, "optimization_level": 0, "dtype": "auto", "tensor_parallel_size": 1, "seed": None,
+         "tokenizer_mode": "auto", "load_format": "auto", "revision": None}
     )
     assert engine == {"num_blocks": 9} and compiling == {"level": 0, "dtype": "auto"}
     for name, value in (("tensor_parallel_size", 2), ("quantization", "awq"), ("trust_remote_code", True)):
