@@ -43,7 +43,7 @@ def test_command_prints_what_the_page_shows(folder: Path, line: str, shown: str)
     assert result.exit_code == 0, result.output
     rest = result.stdout
     for part in filter(str.strip, shown.split("...")):
-        before, found, rest = rest.partition(part.strip("\n"))
+        _, found, rest = rest.partition(part.strip("\n"))
         assert found, f"not in the output, or not in this order:\n{part}\nin\n{result.stdout}"
 
 
