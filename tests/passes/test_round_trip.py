@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.passes.deepen import deepen
 from tests.passes.harness import (
     ARCHITECTURES,
     TOKENS,
@@ -67,8 +66,7 @@ def test_text_after_every_pass_and_of_every_stage(architecture: str) -> None:
 @pytest.mark.parametrize("architecture", ["gemma3", "gpt2", "qwen3_moe"])
 def test_folded_stages_are_the_same_graph(architecture: str) -> None:
     """Folded text of every stage is shorter, stays as it is when folded again, and parses to the whole graph."""
-    layers = 7 if architecture == "gemma3" else 3  # two kinds of layers in turn need two of each
-    graph = deepen(traced(architecture), layers) if layers > 3 else traced(architecture)
+    graph = traced(architecture)
     stages = run_pipeline(graph)
     weights, inputs = Weights(graph), {**example_inputs(graph), "logit_rows": torch.arange(TOKENS)}
     for name, text in stages.texts().items():
