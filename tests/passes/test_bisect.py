@@ -72,6 +72,10 @@ class Wrong(Pass):
         return report
 
 
+class _Needy(Wrong):
+    requires: ClassVar[tuple[str, ...]] = ("raise_linear",)
+
+
 def with_wrong(change: Callable[[Graph], None], *, counts: bool = True, before: str = "select_logit_rows") -> Bisection:
     steps = all_passes()
     at = next(i for i, step in enumerate(steps) if step.name == before)
@@ -137,10 +141,8 @@ def test_errors_of_the_user() -> None:
     """A token count outside the graph's range, and passes in a wrong order."""
     with pytest.raises(VerifyError, match="choose from 1 to 256"):
         bisect(traced("llama"), [], tokens=1000)
-    if any(step.requires for step in all_passes()):
-        needy = next(step for step in all_passes() if step.requires)
-        with pytest.raises(ConfigError, match="requires"):
-            bisect(traced("llama"), [needy, *all_passes()])
+    with pytest.raises(ConfigError, match="'wrong' requires 'raise_linear', which runs later"):
+        bisect(traced("llama"), [_Needy(turn_nothing), *all_passes()])
 
 
 def test_seeded_runs_are_repeatable() -> None:
