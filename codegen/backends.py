@@ -64,6 +64,7 @@ BACKENDS = Registry(
         "eager": "treadle.codegen.backend_eager:EagerBackend",
         "tvm": "treadle.codegen.backend_tvm:TvmBackend",
     },
+    group="treadle.codegen_backends",
 )
 
 BACKEND_OF_LEVEL: Mapping[int, str] = {0: "eager", 1: "inductor", 2: "inductor", 3: "inductor"}

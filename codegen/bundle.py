@@ -62,11 +62,15 @@ class Bundle:
         return future
 
     def check_host(self, host: CpuFeatures | None = None) -> None:
-        """Raises BundleError if `host` (default: this machine) or the installed torch cannot run the artifacts."""
+        """Raises BundleError if `host` (default: this machine), torch or a plugin here cannot run what was compiled."""
         target = self.manifest.target
         if reason := can_run(target.name, target.features, host):
             raise BundleError(f"{self.root.name} cannot run here: {reason}; compile the model for this machine")
         check_loadable(self.manifest.toolchain, self.root.name)
+        if self.manifest.plugins:
+            from treadle.codegen.used_plugins import check_plugins
+
+            check_plugins(self.manifest.plugins, self.root.name)
 
     def weight_files(self) -> list[str]:
         """Paths of the stored weight files, each once; empty if weights are not stored."""

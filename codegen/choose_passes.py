@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from treadle.codegen.backends import BACKENDS
 from treadle.codegen.config import CompileConfig
 from treadle.ir.config import Resolved
 from treadle.ir.errors import ConfigError
@@ -26,10 +27,15 @@ def with_passes(settings: Mapping[str, Any], passes: str | Sequence[str]) -> dic
 def settle_passes(resolved: Resolved[CompileConfig]) -> Resolved[CompileConfig]:
     """Writes the extra passes in their one spelling, so that equal compiles record equal settings.
 
-    Raises ConfigError for passes that are unknown or cannot be ordered.
+    Raises ConfigError for passes that are unknown or cannot be ordered, PluginError for a plugin that has the name of
+    a pass, op or backend of treadle's own.
     """
+    from treadle.ir.ops.registry import plugin_ops
     from treadle.passes.pipeline import extra_passes, plan_pipeline
+    from treadle.passes.registry import PASSES
 
+    for names in (PASSES.names, BACKENDS.names, plugin_ops):
+        names()  # looks up what plugins offer, and so finds a clash
     options = pipeline_options(resolved.config)
     plan_pipeline(options)
     specs = tuple(step.spec() for step in extra_passes(options))

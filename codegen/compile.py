@@ -28,6 +28,7 @@ from treadle.codegen.store import Store, StoredObject
 from treadle.codegen.store_location import default_store_root
 from treadle.codegen.target import Target, resolve_target
 from treadle.codegen.toolchain import toolchain, treadle_version
+from treadle.codegen.used_plugins import key_pairs, used_plugins
 from treadle.codegen.write_bundle import check_destination, writing_bundle
 from treadle.ir.config import Resolved
 from treadle.ir.errors import ConfigError
@@ -122,6 +123,7 @@ class _Compile:
         self._progress = progress
         self._scratch = scratch
         self._profit: Profit | None = None
+        self._architecture = ""
 
     def run(self) -> Path:
         config = self._resolved.config
@@ -162,6 +164,7 @@ class _Compile:
                     source=source,
                     stages=stages,
                     pieces=pieces,
+                    plugins=used_plugins(stages, source.architecture, backend),
                     natives=built,
                     weights=weights.result(),
                     resolved=self._resolved,
@@ -179,6 +182,7 @@ class _Compile:
         with self._clock.stage("read config"):
             source = open_source(self._model)
             self._resolved = _settle(self._resolved, source, self._target)
+            self._architecture = source.architecture
         if not self._resolved.config.store_weights and source.kind == "module":
             raise ConfigError("store_weights=False needs a model on disk: an nn.Module cannot be found again later")
         return source
@@ -240,6 +244,7 @@ class _Compile:
             pipeline=stages.pipeline(),
             target=self._target,
             toolchain=toolchain(config.compiler, with_compiler=backend.needs_compiler),
+            plugins=key_pairs(used_plugins(stages, self._architecture, backend)),
         )
         return compile_pieces(
             pieces,

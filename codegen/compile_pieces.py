@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from treadle.codegen.backends import Backend, PieceJob
 from treadle.codegen.counters import COUNTERS
-from treadle.codegen.key import ArtifactKey, pairs
+from treadle.codegen.key import ArtifactKey, Pairs, pairs
 from treadle.codegen.ranges import TokenRange
 from treadle.codegen.store import Store, StoredObject
 from treadle.codegen.target import Target
@@ -25,6 +25,7 @@ class KeyContext:
     pipeline: tuple[str, ...]
     target: Target
     toolchain: Mapping[str, str]
+    plugins: Pairs = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +67,7 @@ def piece_key(ir_hash: str, token_range: TokenRange, backend: Backend, context: 
         target=context.target.name,
         features=context.target.features,
         toolchain=pairs(context.toolchain),
+        plugins=context.plugins,
     )
 
 

@@ -17,6 +17,7 @@ from treadle.codegen.manifest import (
     ModelEntry,
     NativeEntry,
     PieceEntry,
+    PluginEntry,
     RangeEntry,
     SettingRow,
     TargetEntry,
@@ -49,6 +50,7 @@ class CompiledModel:
     source: ModelSource
     stages: CompiledStages
     pieces: Sequence[CompiledPiece]
+    plugins: Sequence[PluginEntry]
     natives: Mapping[str, StoredObject]
     weights: WeightsEntry
     resolved: Resolved[CompileConfig]
@@ -91,6 +93,7 @@ def fill_bundle(writer: BundleWriter, compiled: CompiledModel) -> Manifest:
         settings=setting_rows(compiled.resolved),
         times=[],
         files=[],
+        plugins=list(compiled.plugins),
     )
 
 

@@ -18,11 +18,13 @@ from treadle.codegen.bundle import Bundle, open_bundle
 from treadle.codegen.choose_passes import settle_passes
 from treadle.codegen.compile_pieces import KeyContext, piece_key, tokens_from
 from treadle.codegen.config import CompileConfig, resolve_compile
-from treadle.codegen.key import ArtifactKey, Difference, explain
+from treadle.codegen.key import ArtifactKey, Difference, Pairs, explain
+from treadle.codegen.manifest import Manifest
 from treadle.codegen.ranges import TokenRange, plan_ranges
 from treadle.codegen.store import Store
 from treadle.codegen.target import resolve_target
 from treadle.codegen.toolchain import toolchain
+from treadle.codegen.used_plugins import installed, key_pairs
 from treadle.ir.config import KEY
 from treadle.ir.errors import ArtifactError
 from treadle.ir.hashing import structural_hash
@@ -113,10 +115,11 @@ def _keys(bundle: Bundle, config: CompileConfig) -> list[tuple[str, ArtifactKey 
         pipeline=tuple(manifest.pipeline),
         target=resolve_target(manifest.target.name),
         toolchain=_piece_toolchain(manifest.toolchain, str(manifest.options["backend"])),
+        plugins=key_pairs(manifest.plugins),
     )
     with tempfile.TemporaryDirectory() as scratch:
         old_backend = _options_only(str(manifest.options["backend"]), before, Path(scratch))
-        after = KeyContext(pipeline=before.pipeline, target=target, toolchain={})
+        after = KeyContext(pipeline=before.pipeline, target=target, toolchain={}, plugins=_plugins_now(manifest))
         new_backend = _options_only(config.backend, after, Path(scratch))
         after = dataclasses.replace(
             after, toolchain=toolchain(config.compiler, with_compiler=new_backend.needs_compiler)
@@ -135,6 +138,11 @@ def _keys(bundle: Bundle, config: CompileConfig) -> list[tuple[str, ArtifactKey 
                 old = piece_key(piece.key, old_range, old_backend, before) if old_range is not None else None
                 found.append((piece.name, old, piece_key(structural_hash(graph), wanted, new_backend, after)))
         return found
+
+
+def _plugins_now(manifest: Manifest) -> Pairs:
+    """The bundle's plugins as they are installed here; one that is missing is left out, and so differs."""
+    return key_pairs(here for entry in manifest.plugins if (here := installed(entry)) is not None)
 
 
 def _piece_toolchain(recorded: Mapping[str, str], backend: str) -> dict[str, str]:

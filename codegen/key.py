@@ -33,7 +33,8 @@ NOT_HASHED: tuple[tuple[str, str], ...] = (
 class ArtifactKey:
     """Equal keys mean equal code. `ir` is the SHA-256 of the canonical IR text (or of a native library's sources).
 
-    `options`, `toolchain` and `kernels` are sorted (name, value) pairs, see `pairs`.
+    `options`, `toolchain`, `kernels` and `plugins` are sorted (name, value) pairs, see `pairs`; a plugin's value is its
+    version and the hash of its source.
     """
 
     kind: str
@@ -47,6 +48,7 @@ class ArtifactKey:
     features: tuple[str, ...]
     toolchain: Pairs
     kernels: Pairs = ()
+    plugins: Pairs = ()
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -101,7 +103,7 @@ def _leaves(key: ArtifactKey) -> dict[str, Any]:
     leaves: dict[str, Any] = {}
     for field in dataclasses.fields(key):
         value = getattr(key, field.name)
-        if field.name in ("options", "toolchain", "kernels"):
+        if field.name in ("options", "toolchain", "kernels", "plugins"):
             leaves.update({f"{field.name}.{name}": item for name, item in value})
         else:
             leaves[field.name] = value

@@ -32,6 +32,7 @@ FORMATS = Registry(
         "ir": "treadle.codegen.loader:load_ir",
         "tvm": "treadle.codegen.tvm_runtime:load_tvm",
     },
+    group="treadle.artifact_formats",
 )
 
 

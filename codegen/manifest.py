@@ -131,6 +131,21 @@ class StageTime(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     seconds: float
 
 
+class PluginEntry(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A package outside treadle that shaped the compile. `source` is the SHA-256 over the files of its `packages`.
+
+    `uses` says what of it was used; `run_time` what of that is called when the bundle runs, which is refused where the
+    package is missing or has another hash. `version` is empty for code that belongs to no installed distribution.
+    """
+
+    name: str
+    version: str
+    source: str
+    packages: list[str]
+    uses: list[str]
+    run_time: list[str]
+
+
 class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Everything a start needs to know. `toolchain` maps torch, compiler, codegen and treadle to their versions."""
 
@@ -151,6 +166,7 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     settings: list[SettingRow]
     times: list[StageTime]
     files: list[FileEntry]
+    plugins: list[PluginEntry] = []
     seal: str = ""
 
     def piece(self, name: str) -> PieceEntry:

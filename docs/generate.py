@@ -22,7 +22,7 @@ from treadle.ir import errors
 from treadle.ir.ops.registry import Op, dialect
 from treadle.passes import pipeline
 from treadle.passes.base import Pass
-from treadle.passes.registry import pass_table
+from treadle.passes.registry import PASSES, pass_table
 from treadle.runtime.config import EngineConfig
 from treadle.runtime.sampling_params import SamplingParams
 from treadle.server.config import ServerConfig
@@ -165,7 +165,7 @@ def passes() -> Iterator[str]:
         yield f"* **{stage}**: {', '.join(f'[{step.name}](#{step.name})' for step in make())}"
     yield "\nThen the graph is split at the ops that declare it, and equal pieces are unified.\n"
     always = dict.fromkeys(step.name for _, make in STAGES for step in make())
-    known = pass_table()
+    known = {name: made for name, made in pass_table().items() if PASSES.plugin(name) is None}
     if optional := [name for name in known if name not in always]:
         yield "Not in the pipeline; `treadle compile --pass NAME` adds one at the end of its stage: " + ", ".join(
             f"[{name}](#{name})" for name in optional

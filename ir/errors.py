@@ -15,6 +15,10 @@ class ConfigError(UserError):
     """A setting is unknown, of the wrong type, out of range, or in conflict with another."""
 
 
+class PluginError(ConfigError):
+    """Something from another package cannot be used: it does not load, clashes with a name, or is missing or different."""
+
+
 class ModelError(UserError):
     """A model source cannot be read: missing file, unlisted tensor, unsupported format."""
 

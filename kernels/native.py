@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from treadle.ir.errors import ArtifactError
+from treadle.ir.registry import Registry
 from treadle.kernels.cpu_features import normalize_arch
 
 ABI_VERSION = 1
@@ -59,11 +60,17 @@ class NativeSource:
     name: str
     units: tuple[TranslationUnit, ...]
     headers: tuple[str, ...] = ()
+    folder: Path | None = None
+
+    @property
+    def root(self) -> Path:
+        """Where the files lie; a plugin's source says so in `folder`."""
+        return self.folder or SOURCE_FOLDER
 
     @property
     def files(self) -> tuple[Path, ...]:
         """Every file whose text decides what the library does, in a fixed order."""
-        return tuple(SOURCE_FOLDER / name for name in (*self.headers, *(unit.file for unit in self.units)))
+        return tuple(self.root / name for name in (*self.headers, *(unit.file for unit in self.units)))
 
     def flags_for(self, target: str) -> dict[str, tuple[str, ...]]:
         """Compile flags of each unit for an architecture (`x86_64`, `aarch64`), plus `link`."""
@@ -84,23 +91,28 @@ class NativeSource:
         }
 
 
-NATIVE_SOURCES: dict[str, NativeSource] = {
-    "cpu_attention": NativeSource(
-        name="cpu_attention",
-        headers=("abi.h", "vector.h", "paged_attention.h"),
-        units=(
-            TranslationUnit(file="dispatch.cpp"),
-            TranslationUnit(file="attention_portable.cpp"),
-            TranslationUnit(file="attention_avx2.cpp", flags={"x86_64": _AVX2}, only=("x86_64",)),
-            TranslationUnit(file="attention_avx512.cpp", flags={"x86_64": _AVX512}, only=("x86_64",)),
-        ),
+NATIVE_SOURCES = Registry("native library", {"cpu_attention": "treadle.kernels.native:CPU_ATTENTION"}, group="treadle.kernels", prefix="native.")
+CPU_ATTENTION = NativeSource(
+    name="cpu_attention",
+    headers=("abi.h", "vector.h", "paged_attention.h"),
+    units=(
+        TranslationUnit(file="dispatch.cpp"),
+        TranslationUnit(file="attention_portable.cpp"),
+        TranslationUnit(file="attention_avx2.cpp", flags={"x86_64": _AVX2}, only=("x86_64",)),
+        TranslationUnit(file="attention_avx512.cpp", flags={"x86_64": _AVX512}, only=("x86_64",)),
     ),
-}
+)
+NATIVE_SOURCES = Registry(
+    "native library",
+    {"cpu_attention": "treadle.kernels.native:CPU_ATTENTION"},
+    group="treadle.kernels",
+    prefix="native.",
+)
 
 
 def native_sources() -> dict[str, NativeSource]:
-    """Name -> source of every native library; codegen builds each as one artifact."""
-    return dict(NATIVE_SOURCES)
+    """Name -> source of every native library; codegen builds each as one artifact. Plugins add theirs as `native.NAME`."""
+    return {name: NATIVE_SOURCES.get(name) for name in NATIVE_SOURCES.names()}
 
 
 def find_compiler(compiler: str | None = None) -> str:
@@ -138,7 +150,7 @@ def compile_native(source: NativeSource, target: str, out_path: Path, compiler: 
     with tempfile.TemporaryDirectory(dir=out_path.parent, prefix=f".{source.name}-") as scratch:
         objects = {unit: Path(scratch) / f"{unit}.o" for unit in flags if unit != "link"}
         _run_all([
-            [program, *flags[unit], "-c", str(SOURCE_FOLDER / unit), "-o", str(path)]
+            [program, *flags[unit], "-c", str(source.root / unit), "-o", str(path)]
             for unit, path in objects.items()
         ])  # fmt: skip
         linked = Path(scratch) / out_path.name

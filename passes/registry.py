@@ -38,6 +38,7 @@ PASSES = Registry(
         "fuse_gate_up": "treadle.passes.library.fuse_linears:FuseGateUp",
         "select_logit_rows": "treadle.passes.library.select_logit_rows:SelectLogitRows",
     },
+    group="treadle.passes",
 )
 
 _NAME = re.compile(r"[A-Za-z_]\w*")

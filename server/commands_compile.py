@@ -66,7 +66,7 @@ def compile(
     exact_size: Annotated[list[int] | None, typer.Option(help="A token count that gets its own artifact; repeatable.")] = None,
     disable_pass: Annotated[list[str] | None, typer.Option(help="A pass to leave out; repeatable.")] = None,
     extra_pass: Annotated[
-        list[str] | None, typer.Option("--pass", help="A pass to add, as NAME or 'NAME{opt=1}'; repeatable.")
+        list[str] | None, typer.Option("--pass", help="A pass to add, as NAME or 'NAME{opt=1}'; repeatable. See `treadle passes`.")
     ] = None,
     store_weights: Annotated[
         bool | None, typer.Option("--store-weights/--no-store-weights", help="Write the transformed weights into the bundle (default: yes).")

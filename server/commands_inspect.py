@@ -93,6 +93,7 @@ def summarise(bundle: Bundle) -> dict[str, Any]:
             "tensors": len(manifest.weights.tensors),
             "bytes": sum(sizes[path] for path in bundle.weight_files()),
         },
+        "plugins": [msgspec.to_builtins(entry) for entry in manifest.plugins],
         "native": [{"name": entry.name, "bytes": sizes[entry.file]} for entry in manifest.native],
         "settings": [msgspec.to_builtins(row) for row in manifest.settings],
         "times": [msgspec.to_builtins(row) for row in manifest.times],
@@ -134,6 +135,7 @@ def render(summary: dict[str, Any], *, with_misses: bool = False) -> str:
             lines.append(f"  {name:<12}{f'{start}' if start == end else f'{start} to {end}':<14}{row['file']}")
     lines += ["", _weights_line(summary["weights"])]
     lines += [f"native     {entry['name']}, {_mb(entry['bytes'])}" for entry in summary["native"]]
+    lines += [f"plugin     {_plugin_line(entry)}" for entry in summary["plugins"]]
     lines += ["", "settings (value, source, what was asked and why it is not that)"]
     for row in summary["settings"]:
         why = f"  asked for {row['asked']!r}: {row['reason']}" if row["reason"] else ""
@@ -180,6 +182,11 @@ def _weights_line(weights: dict[str, Any]) -> str:
     if not weights["stored"]:
         return f"weights    {weights['tensors']} tensors, not stored: made from the checkpoint at start"
     return f"weights    {weights['tensors']} tensors, {_mb(weights['bytes'])}"
+
+
+def _plugin_line(entry: dict[str, Any]) -> str:
+    needed = f"; running needs {', '.join(entry['run_time'])}" if entry["run_time"] else ""
+    return f"{entry['name']} {entry['version']} ({entry['source'][:12]}): {', '.join(entry['uses'])}{needed}"
 
 
 def _mb(size: int) -> str:

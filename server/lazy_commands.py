@@ -18,6 +18,8 @@ COMMANDS = {
     "opt": ("treadle.server.commands_opt", "Run passes on a graph's text."),
     "bisect": ("treadle.server.commands_bisect", "Find the first pass that changes a graph's outputs."),
     "verify": ("treadle.server.commands_verify", "Prove a bundle: each pass and each compiled piece on seeded inputs."),
+    "passes": ("treadle.server.commands_passes", "List the passes, or explain one."),
+    "ops": ("treadle.server.commands_ops", "List the ops of the IR's dialect, or explain one."),
     "cache": ("treadle.server.commands_cache", "List, verify, explain, compare and clean the artifact store."),
     "doctor": ("treadle.server.commands_doctor", "Check this machine and report what treadle finds."),
 }

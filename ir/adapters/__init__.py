@@ -7,4 +7,4 @@ from __future__ import annotations
 
 from treadle.ir.registry import Registry
 
-ADAPTERS = Registry("model adapter", {})
+ADAPTERS = Registry("model adapter", {}, group="treadle.model_adapters")

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from treadle.ir.errors import VerifyError
+from treadle.ir.errors import PluginError, VerifyError
+from treadle.ir.plugins import Plugin, check_clashes, plugins
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Op:
         return not self.writes
 
 
+_GROUP = "treadle.ops"
 _DIALECT: dict[str, Op] = {}
 
 
@@ -64,7 +66,8 @@ def op(
         row = _from_schema(torch._C.parse_schema(f"treadle::{schema}"), reference)
         name = row.name.removeprefix("treadle.")
         if name in _DIALECT:
-            raise VerifyError(f"op {name!r} is already registered")
+            there, here = _DIALECT[name].reference.__module__, reference.__module__
+            raise VerifyError(f"op {name!r} is already registered by {there}; {here} must choose another name")
         _DIALECT[name] = dataclasses.replace(
             row,
             name=name,
@@ -82,15 +85,36 @@ def op(
 
 
 def dialect() -> dict[str, Op]:
-    """All ops of our own, by name."""
+    """All ops of our own, and those of plugins that are in use, by name."""
+    _load_library()
+    return dict(_DIALECT)
+
+
+def plugin_ops() -> dict[str, Plugin]:
+    """The ops that other packages offer, by name, not loaded. Raises PluginError if one has the name of an op of ours."""
+    _load_library()
+    check_clashes(_GROUP, "", "op", [n for n, row in _DIALECT.items() if row.reference.__module__.startswith("treadle.")])
+    return plugins(_GROUP)
+
+
+def _load_library() -> None:
     import treadle.ir.ops.library  # noqa: F401  (registers the rows)
 
-    return dict(_DIALECT)
+
+def _load_plugin_op(plugin: Plugin) -> Op:
+    """Importing the module registers the op, unless another import has done so."""
+    plugin.load()
+    if plugin.name not in _DIALECT:
+        raise PluginError(f"{plugin} defines no op of that name; the entry point must be called as the op is in its schema")
+    return _DIALECT[plugin.name]
 
 
 @lru_cache(maxsize=4096)
 def get_op(name: str) -> Op:
-    """The op behind a name: `rms_norm` (ours) or `aten.add.Tensor`. Raises VerifyError for an unknown one."""
+    """The op behind a name: `rms_norm` (ours or a plugin's) or `aten.add.Tensor`.
+
+    Raises VerifyError for an unknown one, PluginError for a plugin that does not load.
+    """
     rows = dialect()
     if name in rows:
         return rows[name]
@@ -102,7 +126,9 @@ def get_op(name: str) -> Op:
             target = None
         if target is not None:
             return _from_schema(target._schema, target)
-    raise VerifyError(f"unknown op {name!r}; ops of the dialect: {', '.join(sorted(rows))}; torch ops: aten.add.Tensor")
+    if name in (offered := plugin_ops()):
+        return _load_plugin_op(offered[name])
+    raise VerifyError(f"unknown op {name!r}; ops of the dialect: {', '.join(sorted({*rows, *offered}))}; torch ops: aten.add.Tensor")
 
 
 def _from_schema(schema: Any, reference: Callable[..., Any]) -> Op:

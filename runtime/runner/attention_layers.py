@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from treadle.ir.errors import PluginError
 from treadle.kernels.attention import ATTENTION_BACKENDS
 from treadle.kernels.attention.interface import AttentionQuery, CommonMetadata
 from treadle.kernels.attention.selection import lowest_capture_support, select_backend
@@ -40,7 +41,11 @@ class AttentionLayers:
         """The backends in order of preference, without those whose native library the model does not bring."""
         names = []
         for name in ATTENTION_BACKENDS.names():
-            needed = native_source(ATTENTION_BACKENDS.get(name))
+            try:
+                needed = native_source(ATTENTION_BACKENDS.get(name))
+            except PluginError as error:
+                self.passed_over[name] = str(error)
+                continue
             if needed is None or needed in self._native:
                 names.append(name)
             else:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from treadle.codegen.program import PROGRAM_INPUTS, KVLayer, Program, Step, check_program
-from treadle.ir.errors import BundleError
+from treadle.ir.errors import BundleError, PluginError, VerifyError
 from treadle.kernels.native import NativeLibrary
 from treadle.runtime import forward_context
 from treadle.runtime.dispatch import GraphKeys
@@ -213,12 +213,12 @@ def _select_step(sources: list[int], target: int) -> BoundStep:
 
 def _reference_step(step: Step, sources: list[int], params: list[torch.Tensor], targets: list[int]) -> BoundStep:
     """Any other op of the dialect that splits the graph: its eager reference runs between the pieces."""
-    from treadle.ir.ops.registry import dialect
+    from treadle.ir.ops.registry import get_op
 
-    row = dialect().get(step.op)
-    if row is None:
-        known = ", ".join(sorted(name for name, op in dialect().items() if op.splits))
-        raise BundleError(f"unknown op step {step.op!r}; this version runs {known}; compile the model again")
+    try:
+        row = get_op(step.op)
+    except (VerifyError, PluginError) as error:
+        raise BundleError(f"unknown op step {step.op!r}: {error}; compile the model again") from error
     attrs = {name: step.attrs[name] for name in row.attributes}
     weights = dict(zip(step.attrs["operands"][len(sources) :], params, strict=True))
     names = step.attrs["operands"][: len(sources)]

@@ -27,6 +27,7 @@ CHANGES = {
     "features": (),
     "toolchain": pairs({"torch": "2.11.0", "compiler": "12.2.0"}),
     "kernels": pairs({"linear": "onednn"}),
+    "plugins": pairs({"some-passes": ("1.0", "ab" * 32)}),
 }
 
 

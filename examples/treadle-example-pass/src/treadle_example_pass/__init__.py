@@ -1,0 +1,1 @@
+"""An op and a pass for treadle, from outside its tree."""
