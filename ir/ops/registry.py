@@ -83,7 +83,8 @@ def op(
 
 def dialect() -> dict[str, Op]:
     """All ops of our own, by name."""
-    import treadle.ir.ops.library  # noqa: F401  (registers the rows)
+    import treadle.ir.ops.collectives
+    import treadle.ir.ops.library  # noqa: F401  (both register their rows)
 
     return dict(_DIALECT)
 
