@@ -278,6 +278,8 @@ def register_recipe(name: str, cls: type[Recipe]) -> None:
 def _argument_text(recipe: Recipe) -> Iterator[str]:
     for item in fields(recipe):
         value = getattr(recipe, item.name)
+        if value is item.default and (value is None or value is False or value == ()):
+            continue  # what is not said is not printed
         if isinstance(value, Recipe):
             yield str(value)
         elif isinstance(value, tuple) and value and isinstance(value[0], Recipe):

@@ -105,19 +105,24 @@ def _walk(region: Region, reader: Node, value: Value, shares: int) -> None:
     node = value.producer
     if node is None:
         raise CannotShard(reader, f"%{value.name} is no product of a linear, so every rank has it whole")
-    if width(value) % shares:
-        raise CannotShard(node, f"{width(value)} is not a multiple of {shares}")
     region.shares[value] = shares
     if node.op == "linear":
         if node not in region.columns:
             region.columns.append(node)
+        _check_width(node, value, shares)
         return
     rule = _RULES.get(node.op, _pointwise if node.op in POINTWISE else None)
     if rule is None:
         raise CannotShard(node, f"{node.op} is not known to work on a share of the features")
     if node not in region.inner:
         region.inner.append(node)
-    rule(region, node, shares)
+    rule(region, node, shares)  # first: attention has more to say about its heads
+    _check_width(node, value, shares)
+
+
+def _check_width(node: Node, value: Value, shares: int) -> None:
+    if width(value) % shares:
+        raise CannotShard(node, f"{width(value)} is not a multiple of {shares}")
 
 
 def _pointwise(region: Region, node: Node, shares: int) -> None:
@@ -145,9 +150,9 @@ def _reshape(region: Region, node: Node, shares: int) -> None:
     heads = min((before, after), key=lambda dims: dims[1] if len(dims) > 1 else 0)
     if {len(before), len(after)} != {2, 3} or before[0] != after[0]:
         raise CannotShard(node, "a reshape must join or cut heads: [T, H*D] and [T, H, D]")
+    _walk(region, node, source, shares)
     if heads[1] % shares:
         raise CannotShard(node, f"{heads[1]} heads are not a multiple of {shares}")
-    _walk(region, node, source, shares)
 
 
 def _per_head(region: Region, node: Node, shares: int) -> None:

@@ -170,6 +170,8 @@ class _Job:
     # Vocabulary
 
     def shard_vocabulary(self) -> None:
+        if not any(value.name == "input_ids" for value in self.graph.inputs):
+            return  # a part of a model: its last linear makes no logits
         head = find_head(self.graph)
         if head is not None and id(head) in self._taken:
             head = None
