@@ -160,8 +160,8 @@ class Cast(Recipe):
 class Shard(Recipe):
     """One rank's share of dimension `dim`, cut over `world` ranks; no rank is bound in a graph, see `bind_rank`.
 
-    The dimension may be several `parts` that are cut one by one (q, k and v of a joint projection) and joined again.
-    `shares[i]` says into how many shares part i is cut: fewer than `world` means that ranks next to each other hold
+    The dimension may be several parts of the given `sizes` that are cut one by one (q, k and v of a joint projection)
+    and joined again. `shares[i]` says into how many shares part i is cut: fewer than `world` means that ranks next to each other hold
     the same one (key and value heads that are fewer than ranks). Empty: one part, `world` shares. With `pad` the last
     share is filled up with zeros, so that all are of one size.
     """
@@ -169,7 +169,7 @@ class Shard(Recipe):
     of: Recipe
     dim: int
     world: int
-    parts: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
     shares: tuple[int, ...] = ()
     pad: bool = False
     rank: int | None = None
@@ -177,14 +177,14 @@ class Shard(Recipe):
     def evaluate(self, read: Read) -> torch.Tensor:
         assert self.rank is not None, "bind_rank says whose share it is"
         whole = self.of.evaluate(read)
-        sizes = self.parts or (whole.shape[self.dim],)
+        sizes = self.sizes or (whole.shape[self.dim],)
         pieces = torch.split(whole, list(sizes), self.dim)
         mine = [self._share(piece, count) for piece, count in zip(pieces, self.counts(), strict=True)]
         return mine[0] if len(mine) == 1 else torch.cat(mine, self.dim)
 
     def counts(self) -> tuple[int, ...]:
         """Into how many shares each part is cut."""
-        return self.shares or (self.world,) * max(len(self.parts), 1)
+        return self.shares or (self.world,) * max(len(self.sizes), 1)
 
     def _share(self, piece: torch.Tensor, count: int) -> torch.Tensor:
         assert self.rank is not None

@@ -1,6 +1,6 @@
 """Cuts a model over the ranks of a tensor-parallel group, in the graph and in the weight plan together.
 
-    %qkv = linear(%x, %wqkv)                   param %wqkv = shard(..., dim=0, world=2, parts=[64, 32, 32], ...)
+    %qkv = linear(%x, %wqkv)                   param %wqkv = shard(..., dim=0, world=2, sizes=[64, 32, 32])
     %q, %k, %v = split(%qkv, [64, 32, 32])     %qkv = linear(%x, %wqkv)
     %o = attention(...)  [T,4,16]        ->    %q, %k, %v = split(%qkv, [32, 16, 16])
     %y = linear(%o, %wo)                       %o = attention(...)  [T,2,16]

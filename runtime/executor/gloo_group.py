@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,7 +23,7 @@ class GlooGroup:
         self.rank = rank
         self.world = world
         self._store = FileStore(str(meeting_file), world)
-        self._processes = ProcessGroupGloo(self._store, rank, world, TIMEOUT)
+        self._processes: Any = ProcessGroupGloo(self._store, rank, world, TIMEOUT)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over ranks. Raises RuntimeError if a rank is gone."""

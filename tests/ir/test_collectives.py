@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treadle.ir.errors import VerifyError
+from treadle.ir.graph import Value
 from treadle.ir.group import run_ranks
 from treadle.ir.infer import infer
-from treadle.ir.graph import Value
 from treadle.ir.ops.registry import dialect, get_op
 from treadle.ir.types import T, tensor
 from treadle.ir.weights import Concat, Load, OnFirstRank, RankOffset, Recipe, Shard, bind_rank, parse_recipe
@@ -127,6 +127,7 @@ def test_recipes_round_trip_and_bind(recipe: Recipe) -> None:
     bound = bind_rank(Concat((recipe, Load("c"))), 1)
     assert "rank=1" in str(bound) and "load(\"c\")" in str(bound)
     assert parse_recipe(str(bound)) == bound
+    assert list(bound.sources()) == [*recipe.sources(), "c"]
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=3), st.integers(1, 4), st.booleans())

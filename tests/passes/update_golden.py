@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from tests.passes.cases import CASES
 from tests.passes import test_tensor_parallel as parallel
+from tests.passes.cases import CASES
 from tests.passes.harness import ARCHITECTURES, GOLDEN, apply, match_counts, traced
 from treadle.ir.text import print_graph
 from treadle.passes.pipeline import run_pipeline
