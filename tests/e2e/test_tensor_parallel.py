@@ -14,6 +14,7 @@ import treadle
 from tests.models import save_model
 from treadle import LLM, SamplingParams
 from treadle.codegen.bundle import open_bundle
+from treadle.codegen.prove_bundle import prove_bundle
 from treadle.ir.errors import BundleError, ConfigError, EngineDeadError, UserError
 from treadle.runtime.executor.multi_process import MultiProcessExecutor
 
@@ -89,6 +90,8 @@ def _check_manifest(bundle: Path) -> None:
         assert all(f"rank={rank}" in t.recipe for t in tensors if t.recipe.startswith("shard"))
     with pytest.raises(BundleError, match="weights for 2 ranks, not for rank 2"):
         manifest.weights_of(2)
+    with pytest.raises(ConfigError, match="verify runs one process"):
+        prove_bundle(bundle)
     with pytest.raises(UserError, match="compiled for 2"):
         LLM(bundle, tensor_parallel_size=4)
     with pytest.raises(ConfigError, match="cut over 2 ranks, and 1 runs here"):
