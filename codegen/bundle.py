@@ -72,9 +72,9 @@ class Bundle:
 
             check_plugins(self.manifest.plugins, self.root.name)
 
-    def weight_files(self) -> list[str]:
+    def weight_files(self, rank: int = 0) -> list[str]:
         """Paths of the stored weight files, each once; empty if weights are not stored."""
-        return list(dict.fromkeys(t.file for t in self.manifest.weights.tensors if t.file is not None))
+        return list(dict.fromkeys(t.file for t in self.manifest.weights_of(rank).tensors if t.file is not None))
 
     def total_bytes(self) -> int:
         return sum(entry.size for entry in self.manifest.files)

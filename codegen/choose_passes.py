@@ -46,4 +46,9 @@ def pipeline_options(config: CompileConfig) -> PipelineOptions:
     """What the pipeline needs to know of the settings."""
     from treadle.passes.pipeline import PipelineOptions
 
-    return PipelineOptions(level=config.level, without=config.disabled_passes, extra_passes=config.extra_passes)
+    return PipelineOptions(
+        level=config.level,
+        without=config.disabled_passes,
+        extra_passes=config.extra_passes,
+        tensor_parallel=config.tensor_parallel_size,
+    )

@@ -17,7 +17,7 @@ from treadle.codegen.choose_passes import pipeline_options, settle_passes, with_
 from treadle.codegen.compile_natives import compile_natives
 from treadle.codegen.compile_pieces import CompiledPiece, KeyContext, compile_pieces, default_jobs
 from treadle.codegen.config import IR_DTYPES, CompileConfig, resolve_compile
-from treadle.codegen.describe import CompiledModel, add_weights, fill_bundle, used_params
+from treadle.codegen.describe import CompiledModel, add_rank_weights, fill_bundle, used_params
 from treadle.codegen.loader import Artifact, load_artifact
 from treadle.codegen.locks import owned_scratch, sweep_scratch
 from treadle.codegen.profit import Profit, choose_by_time
@@ -155,7 +155,8 @@ class _Compile:
         # The inner pool ends before the writer: nobody writes into a scratch folder that is being removed.
         with writing_bundle(self._destination, force=config.force) as writer, ThreadPoolExecutor(1) as pool:
             params = used_params(stages.unified)
-            weights = pool.submit(add_weights, writer, params, source, config.store_weights)
+            world = config.tensor_parallel_size
+            weights = pool.submit(add_rank_weights, writer, params, source, config.store_weights, world)
             pieces = self._compile_pieces(stages, backend, jobs)
             with self._clock.stage("native kernels"):
                 built = natives.result()
@@ -166,7 +167,8 @@ class _Compile:
                     pieces=pieces,
                     plugins=used_plugins(stages, source.architecture, backend),
                     natives=built,
-                    weights=weights.result(),
+                    weights=weights.result()[0],
+                    rank_weights=weights.result()[1:],
                     resolved=self._resolved,
                     target=self._target,
                     toolchain={**toolchain(config.compiler), "treadle": treadle_version()},
@@ -196,6 +198,7 @@ class _Compile:
             graph = trace(source, dtype=IR_DTYPES[config.dtype], max_tokens=config.max_num_batched_tokens)
         with self._clock.stage("passes"):
             stages = run_pipeline(graph, pipeline_options(config))
+        _check_ranks(stages, config.tensor_parallel_size)
         for report in stages.reports:
             if report.warning:
                 self._progress.note(report.warning)
@@ -261,6 +264,18 @@ class _Compile:
         config = self._resolved.config
         return compile_natives(
             self._target, self._store, compiler=config.compiler, report=self._progress.note
+        )
+
+
+def _check_ranks(stages: CompiledStages, world: int) -> None:
+    """Raises ConfigError if a pass that was asked for cut the model over another number of ranks than it gets weights for."""
+    from treadle.ir.ops.registry import get_op
+
+    cut = {node.attrs["world"] for node in stages.fused.nodes if get_op(node.op).collective}
+    if cut - {world}:
+        raise ConfigError(
+            f"the passes cut the model over {min(cut - {world})} ranks, but tensor_parallel_size is {world}; "
+            "use --tensor-parallel-size, which runs them"
         )
 
 

@@ -34,6 +34,7 @@ class CompileConfig:
     backend: str = option(BACKEND_OF_LEVEL[2], role=KEY, doc=f"code generator for the pieces: {', '.join(BACKENDS)}")
     max_num_batched_tokens: int = option(2048, role=KEY, doc="most tokens in one step; the artifacts cover 1 up to this")
     exact_sizes: tuple[int, ...] = option((), role=KEY, doc="token counts that get an artifact of their own")
+    tensor_parallel_size: int = option(1, role=KEY, doc="ranks the model is cut over; each gets weights of its own")
     disabled_passes: tuple[str, ...] = option((), role=KEY, doc="passes to leave out")
     extra_passes: tuple[str, ...] = option((), role=KEY, doc="passes to add to the pipeline, each as name or name{opt=1}")
     max_model_len: int | None = option(None, role=RUNTIME, doc="longest request in tokens; none: what the model states")
@@ -60,6 +61,8 @@ def _check(config: CompileConfig) -> None:
         )
     if config.max_model_len is not None and config.max_model_len < 1:
         raise ConfigError(f"max_model_len={config.max_model_len} must be at least 1")
+    if config.tensor_parallel_size < 1:
+        raise ConfigError(f"tensor_parallel_size={config.tensor_parallel_size} must be at least 1")
     if config.jobs is not None and config.jobs < 1:
         raise ConfigError(f"jobs={config.jobs} must be at least 1")
     for size in config.exact_sizes:

@@ -53,6 +53,7 @@ class CompiledModel:
     plugins: Sequence[PluginEntry]
     natives: Mapping[str, StoredObject]
     weights: WeightsEntry
+    rank_weights: Sequence[WeightsEntry] = ()
     resolved: Resolved[CompileConfig]
     target: Target
     toolchain: Mapping[str, str]
@@ -81,6 +82,7 @@ def fill_bundle(writer: BundleWriter, compiled: CompiledModel) -> Manifest:
         pieces=[_add_piece(writer, piece, _served_layers(program, piece.name)) for piece in compiled.pieces],
         program=program,
         weights=compiled.weights,
+        rank_weights=list(compiled.rank_weights),
         native=[
             NativeEntry(
                 name=name, file=writer.add_file(f"native/{name}.so", made.path, made.sha256), key=made.digest
@@ -203,8 +205,23 @@ def _add_piece(writer: BundleWriter, piece: CompiledPiece, layers: list[int]) ->
     )
 
 
+def add_rank_weights(
+    writer: BundleWriter, params: Sequence[Param], source: ModelSource, stored: bool, world: int
+) -> list[WeightsEntry]:
+    """One set of weights for each rank, in rank order: in `weights`, or in `weights/rank0`, ... for several ranks."""
+    from treadle.ir.weights import bind_rank
+
+    if world == 1:
+        return [add_weights(writer, params, source, stored)]
+    entries = []
+    for rank in range(world):
+        own = [Param(param.name, param.type, recipe=bind_rank(param.recipe, rank)) for param in params]
+        entries.append(add_weights(writer, own, source, stored, f"weights/rank{rank}"))
+    return entries
+
+
 def add_weights(
-    writer: BundleWriter, params: Sequence[Param], source: ModelSource, stored: bool
+    writer: BundleWriter, params: Sequence[Param], source: ModelSource, stored: bool, where: str = "weights"
 ) -> WeightsEntry:
     """Runs the recipes and writes the results into the bundle, if they are to be stored; describes them either way."""
     from treadle.ir.loader import write_weights
@@ -212,10 +229,10 @@ def add_weights(
     files: dict[str, str] = {}
     aliases: dict[str, str] = {}
     if stored and params:
-        folder = writer.place("weights/first").parent
-        files = {name: f"weights/{file}" for name, file in write_weights(params, source, folder).items()}
+        folder = writer.place(f"{where}/first").parent
+        files = {name: f"{where}/{file}" for name, file in write_weights(params, source, folder).items()}
         for path in dict.fromkeys(files.values()):
-            aliases |= _aliases(folder.parent / path)
+            aliases |= _aliases(folder / Path(path).name)
             writer.seal(path)
     tensors = []
     for param in params:

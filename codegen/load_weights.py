@@ -13,19 +13,19 @@ if TYPE_CHECKING:
     import torch
 
 
-def map_weights(bundle: Bundle) -> dict[str, torch.Tensor]:
+def map_weights(bundle: Bundle, rank: int = 0) -> dict[str, torch.Tensor]:
     """Name -> tensor for everything the program's steps name in `params`. Tensors share mapped memory.
 
     Files are verified first. Raises BundleError if a tensor is not as listed.
     """
-    weights = bundle.manifest.weights
+    weights = bundle.manifest.weights_of(rank)
     assert weights.stored, "load_weights chooses"
-    bundle.verify(bundle.weight_files())
-    opened = {path: _open(bundle, path) for path in bundle.weight_files()}
+    bundle.verify(bundle.weight_files(rank))
+    opened = {path: _open(bundle, path) for path in bundle.weight_files(rank)}
     return {entry.name: _tensor(bundle, entry, opened) for entry in weights.tensors}
 
 
-def read_weights(bundle: Bundle, checkpoint: str | None = None) -> dict[str, torch.Tensor]:
+def read_weights(bundle: Bundle, checkpoint: str | None = None, rank: int = 0) -> dict[str, torch.Tensor]:
     """The weights of a bundle that does not store them, made from `checkpoint` (default: where it was compiled from).
 
     Raises BundleError if the checkpoint is not the one the bundle was compiled from. Imports transformers.
@@ -44,14 +44,14 @@ def read_weights(bundle: Bundle, checkpoint: str | None = None) -> dict[str, tor
         raise BundleError(f"{where} is not the model that {bundle.root.name} was compiled from; compile it again")
     params = [
         Param(entry.name, tensor(entry.dtype, entry.shape), recipe=parse_recipe(entry.recipe))
-        for entry in bundle.manifest.weights.tensors
+        for entry in bundle.manifest.weights_of(rank).tensors
     ]
     return dict(load_params(params, source))
 
 
-def load_weights(bundle: Bundle) -> dict[str, torch.Tensor]:
-    """The weights, mapped if the bundle stores them, otherwise made from the checkpoint."""
-    return map_weights(bundle) if bundle.manifest.weights.stored else read_weights(bundle)
+def load_weights(bundle: Bundle, rank: int = 0) -> dict[str, torch.Tensor]:
+    """A rank's weights, mapped if the bundle stores them, otherwise made from the checkpoint."""
+    return map_weights(bundle, rank) if bundle.manifest.weights.stored else read_weights(bundle, rank=rank)
 
 
 def _open(bundle: Bundle, path: str) -> Any:

@@ -147,7 +147,10 @@ class PluginEntry(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Everything a start needs to know. `toolchain` maps torch, compiler, codegen and treadle to their versions."""
+    """Everything a start needs to know. `toolchain` maps torch, compiler, codegen and treadle to their versions.
+
+    `weights` are those of rank 0, `rank_weights` those of ranks 1, 2, ... of a model cut over several.
+    """
 
     schema: int
     model: ModelEntry
@@ -159,6 +162,7 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     pieces: list[PieceEntry]
     program: Program
     weights: WeightsEntry
+    rank_weights: list[WeightsEntry] = []
     native: list[NativeEntry]
     tokenizer: list[str]
     stages: list[str]
@@ -168,6 +172,17 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     files: list[FileEntry]
     plugins: list[PluginEntry] = []
     seal: str = ""
+
+    @property
+    def num_ranks(self) -> int:
+        """How many processes run the model together."""
+        return 1 + len(self.rank_weights)
+
+    def weights_of(self, rank: int) -> WeightsEntry:
+        """The weights of one rank. Raises BundleError if the model is cut over fewer."""
+        if not 0 <= rank < self.num_ranks:
+            raise BundleError(f"the bundle has weights for {self.num_ranks} ranks, not for rank {rank}")
+        return self.rank_weights[rank - 1] if rank else self.weights
 
     def piece(self, name: str) -> PieceEntry:
         """The piece called `name`. Raises BundleError that lists the pieces there are."""
@@ -238,7 +253,8 @@ def referenced_paths(manifest: Manifest) -> list[str]:
     paths = [r.file for piece in manifest.pieces for r in piece.ranges]
     paths += [piece.ir for piece in manifest.pieces]
     paths += [native.file for native in manifest.native]
-    paths += [tensor.file for tensor in manifest.weights.tensors if tensor.file is not None]
+    for weights in (manifest.weights, *manifest.rank_weights):
+        paths += [tensor.file for tensor in weights.tensors if tensor.file is not None]
     paths += manifest.tokenizer + manifest.stages + manifest.reports
     return list(dict.fromkeys(paths))
 

@@ -49,9 +49,14 @@ def prove_bundle(path: Path, *, shapes: Sequence[int] | None = None, seed: int =
     """Proves each pass, all passes, each piece and the stitched program.
 
     `shapes` are token counts; sizes that have an artifact of their own are added. Raises ConfigError for a count that
-    the bundle does not serve, BundleError if this treadle's passes are not those that made it.
+    the bundle does not serve or a model cut over ranks, BundleError if this treadle's passes are not those that made it.
     """
     bundle = open_bundle(path)
+    if bundle.manifest.num_ranks > 1:
+        raise ConfigError(
+            f"{bundle.root.name} is cut over {bundle.manifest.num_ranks} ranks, and verify runs one process; "
+            "verify the model compiled without --tensor-parallel-size"
+        )
     counts = _token_counts(bundle.manifest, shapes)
     traced = parse_graph(bundle.file(_stage(bundle, "traced")).read_text())
     program = parse_split(bundle.file(_stage(bundle, "unified")).read_text())

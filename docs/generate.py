@@ -141,6 +141,7 @@ def ops() -> Iterator[str]:
 
 def _facts(row: Op) -> str:
     facts = ["Splits the graph."] if row.splits else []
+    facts += ["A collective: all ranks call it together."] if row.collective else []
     facts += [f"Reads {', '.join(row.reads)}."] if row.reads else []
     facts += [f"Writes {', '.join(row.writes)}."] if row.writes else []
     return " ".join(facts)
@@ -151,6 +152,7 @@ STAGES: tuple[tuple[str, Callable[[], list[Pass]]], ...] = (
     ("raise (level 1 and up)", pipeline.raise_passes),
     ("fuse (level 1 and up)", pipeline.fuse_passes),
     ("last", pipeline.last_passes),
+    ("tensor parallel (with `--tensor-parallel-size`)", lambda: pipeline.parallel_passes(2)),
 )
 
 
@@ -212,7 +214,7 @@ def bundle() -> Iterator[str]:
         "| `reports/verify.json` | what `treadle verify` found, once it has run |\n"
         "| `pieces/NAME-START-END.pt2` | one artifact for a piece and a range of token counts (`.ir` with the eager backend) |\n"
         "| `native/NAME.so` | kernels with a C interface |\n"
-        "| `weights/*.safetensors` | transformed weights, unless `--no-store-weights` |\n"
+        "| `weights/*.safetensors` | transformed weights (of a model cut over ranks in `weights/rankN/`), unless `--no-store-weights` |\n"
         "| `tokenizer/*` | tokenizer.json and its companions, the chat template, generation_config.json |\n"
     )
     for module, names in STRUCTS:

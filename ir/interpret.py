@@ -10,12 +10,18 @@ import torch
 
 from treadle.ir.errors import VerifyError
 from treadle.ir.graph import Graph, Node, Value
+from treadle.ir.group import Group
 from treadle.ir.ops.registry import get_op
 from treadle.ir.types import DType, T, TensorType, evaluate
 
 
-def run(graph: Graph, inputs: Sequence[Any], params: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-    """Evaluates `graph`. State inputs (KV cache, batch) may be None: attention then sees one sequence."""
+def run(
+    graph: Graph, inputs: Sequence[Any], params: Sequence[torch.Tensor], group: Group | None = None
+) -> tuple[Any, ...]:
+    """Evaluates `graph`. State inputs (KV cache, batch) may be None: attention then sees one sequence.
+
+    A graph with collectives is one rank's: `group` reaches the others (see ir/group.py).
+    """
     if len(inputs) != len(graph.inputs) or len(params) != len(graph.params):
         raise VerifyError(
             f"graph {graph.name} takes {len(graph.inputs)} inputs and {len(graph.params)} params, "
@@ -25,12 +31,12 @@ def run(graph: Graph, inputs: Sequence[Any], params: Sequence[torch.Tensor]) -> 
     values.update(zip(graph.params, params, strict=True))
     tokens = token_count(graph, inputs)
     for node in graph.nodes:
-        results = call(node, values, tokens)
+        results = call(node, values, tokens, group)
         values.update(zip(node.results, results, strict=True))
     return tuple(values[value] for value in graph.outputs)
 
 
-def call(node: Node, values: dict[Value, Any], tokens: Any) -> tuple[Any, ...]:
+def call(node: Node, values: dict[Value, Any], tokens: Any, group: Group | None = None) -> tuple[Any, ...]:
     """Evaluates one node through its reference."""
     op = get_op(node.op)
     arguments: dict[str, Any] = {}
@@ -38,6 +44,8 @@ def call(node: Node, values: dict[Value, Any], tokens: Any) -> tuple[Any, ...]:
         arguments[name] = [values[v] for v in operand] if isinstance(operand, tuple) else values[operand]
     for name, attr in node.attrs.items():
         arguments[name] = concrete(attr, tokens)
+    if op.collective:
+        arguments["group"] = group
     out = op.reference(**arguments)
     return tuple(out) if isinstance(out, tuple | list) else (out,)
 

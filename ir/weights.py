@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -157,6 +157,89 @@ class Cast(Recipe):
 
 
 @dataclass(frozen=True)
+class Shard(Recipe):
+    """One rank's share of dimension `dim`, cut over `world` ranks; no rank is bound in a graph, see `bind_rank`.
+
+    The dimension may be several parts of the given `sizes` that are cut one by one (q, k and v of a joint projection)
+    and joined again. `shares[i]` says into how many shares part i is cut: fewer than `world` means that ranks next to each other hold
+    the same one (key and value heads that are fewer than ranks). Empty: one part, `world` shares. With `pad` the last
+    share is filled up with zeros, so that all are of one size.
+    """
+
+    of: Recipe
+    dim: int
+    world: int
+    sizes: tuple[int, ...] = ()
+    shares: tuple[int, ...] = ()
+    pad: bool = False
+    rank: int | None = None
+
+    def evaluate(self, read: Read) -> torch.Tensor:
+        assert self.rank is not None, "bind_rank says whose share it is"
+        whole = self.of.evaluate(read)
+        sizes = self.sizes or (whole.shape[self.dim],)
+        pieces = torch.split(whole, list(sizes), self.dim)
+        mine = [self._share(piece, count) for piece, count in zip(pieces, self.counts(), strict=True)]
+        return mine[0] if len(mine) == 1 else torch.cat(mine, self.dim)
+
+    def counts(self) -> tuple[int, ...]:
+        """Into how many shares each part is cut."""
+        return self.shares or (self.world,) * max(len(self.sizes), 1)
+
+    def _share(self, piece: torch.Tensor, count: int) -> torch.Tensor:
+        assert self.rank is not None
+        total = piece.shape[self.dim]
+        size = -(-total // count)
+        assert self.pad or size * count == total, f"{total} elements do not make {count} equal shares"
+        start = min(self.rank * count // self.world * size, total)
+        share = piece.narrow(self.dim, start, min(size, total - start))
+        missing = size - share.shape[self.dim]
+        if not missing:
+            return share
+        filler = share.new_zeros([missing if i == self.dim else n for i, n in enumerate(share.shape)])
+        return torch.cat([share, filler], self.dim)
+
+
+@dataclass(frozen=True)
+class OnFirstRank(Recipe):
+    """The tensor on rank 0, zeros elsewhere: a bias that goes into a sum over ranks once."""
+
+    of: Recipe
+    rank: int | None = None
+
+    def evaluate(self, read: Read) -> torch.Tensor:
+        assert self.rank is not None, "bind_rank says whose tensor it is"
+        value = self.of.evaluate(read)
+        return value if self.rank == 0 else torch.zeros_like(value)
+
+
+@dataclass(frozen=True)
+class RankOffset(Recipe):
+    """Where this rank's share of `size` rows begins, as an i64 scalar: `rank * size`."""
+
+    size: int
+    rank: int | None = None
+
+    def evaluate(self, read: Read) -> torch.Tensor:
+        assert self.rank is not None, "bind_rank says whose offset it is"
+        return torch.tensor(self.rank * self.size, dtype=torch.int64)
+
+
+def bind_rank(recipe: Recipe, rank: int) -> Recipe:
+    """The recipe as one rank evaluates it: every share in it becomes that rank's."""
+    changes: dict[str, Any] = {}
+    for item in fields(recipe):
+        value = getattr(recipe, item.name)
+        if isinstance(value, Recipe):
+            changes[item.name] = bind_rank(value, rank)
+        elif isinstance(value, tuple) and any(isinstance(part, Recipe) for part in value):
+            changes[item.name] = tuple(bind_rank(part, rank) for part in value)
+        elif item.name == "rank":
+            changes["rank"] = rank
+    return replace(recipe, **changes) if changes else recipe
+
+
+@dataclass(frozen=True)
 class Argument(Recipe):
     """A parameter of a piece that several calls share: the weight that the caller passes in this position."""
 
@@ -177,6 +260,9 @@ _NAMES: dict[type[Recipe], str] = {
     AddScalar: "add_scalar",
     UnpermuteRope: "unpermute_rope",
     Cast: "cast",
+    Shard: "shard",
+    OnFirstRank: "on_first_rank",
+    RankOffset: "rank_offset",
     Argument: "argument",
 }
 _CLASSES = {name: cls for cls, name in _NAMES.items()}
@@ -192,6 +278,8 @@ def register_recipe(name: str, cls: type[Recipe]) -> None:
 def _argument_text(recipe: Recipe) -> Iterator[str]:
     for item in fields(recipe):
         value = getattr(recipe, item.name)
+        if value is item.default and (value is None or value is False or value == ()):
+            continue  # what is not said is not printed
         if isinstance(value, Recipe):
             yield str(value)
         elif isinstance(value, tuple) and value and isinstance(value[0], Recipe):

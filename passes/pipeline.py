@@ -12,6 +12,7 @@ from treadle.passes.library.drop_batch_dim import DropBatchDim
 from treadle.passes.library.eliminate_common_subexpressions import EliminateCommonSubexpressions
 from treadle.passes.library.eliminate_dead_code import EliminateDeadCode
 from treadle.passes.library.fuse_add_rms_norm import FuseAddRmsNorm
+from treadle.passes.library.fuse_all_reduce_rms_norm import FuseAllReduceRmsNorm
 from treadle.passes.library.fuse_linears import FuseGateUp, FuseQkv
 from treadle.passes.library.join_slices import JoinSlices
 from treadle.passes.library.raise_addmm import RaiseAddmm
@@ -22,6 +23,7 @@ from treadle.passes.library.raise_linear import RaiseLinear
 from treadle.passes.library.raise_rms_norm import RaiseRmsNorm
 from treadle.passes.library.raise_rope import RaiseRope
 from treadle.passes.library.select_logit_rows import SelectLogitRows
+from treadle.passes.library.shard_tensor_parallel import ShardTensorParallel
 from treadle.passes.library.sink_permutes import SinkPermutes
 from treadle.passes.order import Plan, add_extra
 from treadle.passes.registry import parse_passes
@@ -37,13 +39,15 @@ class PipelineOptions:
     `extra_passes` adds passes, each as `name` or `name{opt=1}`; see registry.py. They run at the end of their stage at
     every level, in the order that they declare.
 
-    `verify` checks the rules of the IR before the first pass and after each one that changed something.
+    `verify` checks the rules of the IR before the first pass and after each one that changed something. More than
+    one rank in `tensor_parallel` cuts the model over them, for which patterns are named at every level.
     """
 
     level: int = 2
     without: tuple[str, ...] = ()
     extra_passes: tuple[str, ...] = ()
     verify: bool = True
+    tensor_parallel: int = 1
 
 
 @dataclass
@@ -112,9 +116,16 @@ def last_passes() -> list[Pass]:
     return [SelectLogitRows()]  # last: it walks back from the logits over whatever the others left
 
 
+def parallel_passes(world: int) -> list[Pass]:
+    """Cuts the model over `world` ranks. After all others: it needs linears joined, and sees where rows are selected."""
+    if world == 1:
+        return []
+    return [ShardTensorParallel(world), FuseAllReduceRmsNorm()]
+
+
 def known_passes() -> list[str]:
     """Names of all passes of the pipeline, in order of first use."""
-    steps = [*clean_passes(), *raise_passes(), *fuse_passes(), *last_passes()]
+    steps = [*clean_passes(), *raise_passes(), *fuse_passes(), *last_passes(), *parallel_passes(2)]
     return list(dict.fromkeys(step.name for step in steps))
 
 
@@ -125,11 +136,12 @@ def plan_pipeline(options: PipelineOptions) -> Plan:
     if needed := {step.name for step in last_passes()} & set(options.without):
         raise ConfigError(f"pass {min(needed)!r} cannot be left out: the runtime asks for logits of chosen rows only")
     optimise = options.level >= 1
+    parallel = parallel_passes(options.tensor_parallel)
     steps: Plan = {
         "clean": clean_passes(),
-        "raise": raise_passes() if optimise else [],
+        "raise": raise_passes() if optimise or parallel else [],
         "fuse": fuse_passes() if optimise else [],
-        "lower": last_passes(),
+        "lower": [*last_passes(), *parallel],
     }
     plan = {stage: [step for step in steps[stage] if step.name not in options.without] for stage in STAGES}
     extra = extra_passes(options)

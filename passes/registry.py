@@ -37,6 +37,8 @@ PASSES = Registry(
         "fuse_qkv": "treadle.passes.library.fuse_linears:FuseQkv",
         "fuse_gate_up": "treadle.passes.library.fuse_linears:FuseGateUp",
         "select_logit_rows": "treadle.passes.library.select_logit_rows:SelectLogitRows",
+        "shard_tensor_parallel": "treadle.passes.library.shard_tensor_parallel:ShardTensorParallel",
+        "fuse_all_reduce_rms_norm": "treadle.passes.library.fuse_all_reduce_rms_norm:FuseAllReduceRmsNorm",
     },
     group="treadle.passes",
 )

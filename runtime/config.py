@@ -14,7 +14,9 @@ class EngineConfig:
     """Settings of one engine; `None` means decided at start, from the bundle or from the machine."""
 
     bundle: str = option(role=RUNTIME, doc="folder of the bundle that is served")
-    executor: Any = option("uni", role=RUNTIME, doc="an executor's name, its class, or 'module:Class'")
+    executor: Any = option(
+        "auto", role=RUNTIME, doc="'auto': as many processes as the bundle has ranks; or a name, a class, 'module:Class'"
+    )
     max_num_seqs: int = option(256, role=RUNTIME, doc="slots of the model runner: requests in one step")
     max_num_active_seqs: int | None = option(
         None, role=RUNTIME, doc="requests that may run at once; default: max_num_seqs"

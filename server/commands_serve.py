@@ -111,7 +111,7 @@ def serve(
         str | None, _option("--logprobs-mode", "What logprobs show (default: raw_logprobs).", _ENGINE)
     ] = None,
     executor: Annotated[
-        str | None, _option("--executor", "An executor's name or module:Class (default: uni).", _ENGINE)
+        str | None, _option("--executor", "An executor's name or module:Class (default: auto, as the bundle needs).", _ENGINE)
     ] = None,
     attention_backend: Annotated[str | None, _option("--attention-backend", "A backend's name (default: auto).", _ENGINE)] = None,
     num_threads: Annotated[int | None, _option("--num-threads", "Compute threads.", _ENGINE)] = None,

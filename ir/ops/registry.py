@@ -98,7 +98,8 @@ def plugin_ops() -> dict[str, Plugin]:
 
 
 def _load_library() -> None:
-    import treadle.ir.ops.library  # noqa: F401  (registers the rows)
+    import treadle.ir.ops.collectives
+    import treadle.ir.ops.library  # noqa: F401  (both register their rows)
 
 
 def _load_plugin_op(plugin: Plugin) -> Op:

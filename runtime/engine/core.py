@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from treadle.codegen.counters import COUNTERS
@@ -13,7 +14,7 @@ from treadle.runtime.engine.compile_watch import watch
 from treadle.runtime.engine.model_info import ModelInfo
 from treadle.runtime.executor.interface import WorkerInfo
 from treadle.runtime.executor.names import executor_name
-from treadle.runtime.executor.selection import select_executor
+from treadle.runtime.executor.selection import chosen_executor, select_executor
 from treadle.runtime.protocol import CoreOutput, CoreOutputs, CoreRequest, SchedulerStats
 from treadle.runtime.request import FinishReason, Request
 from treadle.runtime.scheduler.config import SchedulerConfig
@@ -29,7 +30,7 @@ class EngineCore:
     """Ready once constructed. A request that cannot be served ends with an error; an error in a step ends the core."""
 
     def __init__(self, config: EngineConfig):
-        self.config = config
+        self.config = config = replace(config, executor=chosen_executor(config))
         self.executor = select_executor(config.executor)(config)
         worker = self.executor.start()
         self.scheduler = Scheduler(_scheduler_config(config, worker), worker.plan.groups, worker.plan.num_blocks)
@@ -82,6 +83,14 @@ class EngineCore:
             self.dead_reason = f"a step failed: {type(error).__name__}: {error}"
             raise EngineDeadError(self.dead_reason) from error
         return CoreOutputs(outputs=[*rejected, *outputs])
+
+    def check_health(self) -> None:
+        """Raises EngineDeadError, now and from now on, if a worker is gone. For the time between steps."""
+        try:
+            self.executor.check_health()
+        except EngineDeadError as error:
+            self.dead_reason = str(error)
+            raise
 
     def _run_step(self) -> list[CoreOutput]:
         step = self.scheduler.schedule()

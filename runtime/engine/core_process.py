@@ -109,7 +109,9 @@ class CoreProcess:
     def _serve(self, core: Any) -> None:
         while not self._is_over(core):
             self._receive(core, wait=not core.has_work)
-            if core.has_work:
+            if not core.has_work:
+                core.check_health()
+            else:
                 outputs = core.step()
                 if outputs.outputs:
                     self.send(outputs)

@@ -48,6 +48,7 @@ class LLM:
         bundle = open_early(config)
         try:
             _check_dtype(dtype, bundle)
+            _check_ranks(compiling.get("tensor_parallel_size"), bundle)
             with ThreadPoolExecutor(1) as pool:  # the tokenizer is read while torch is imported
                 renderer = pool.submit(renderer_of, bundle)
                 self._setup(config, renderer.result)
@@ -248,6 +249,14 @@ def _check_dtype(dtype: str, bundle: Bundle) -> None:
     made = bundle.manifest.model.dtype
     if dtype not in ("auto", made) and IR_DTYPES.get(dtype) != made:
         raise UserError(f"dtype={dtype!r} was asked for, but the bundle was compiled for {made}; compile it again")
+
+
+def _check_ranks(asked: int | None, bundle: Bundle) -> None:
+    made = bundle.manifest.num_ranks
+    if asked not in (None, made):
+        raise UserError(
+            f"tensor_parallel_size={asked} was asked for, but the bundle was compiled for {made}; compile it again"
+        )
 
 
 def _as_list(prompts: Any) -> list[Any]:

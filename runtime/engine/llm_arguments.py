@@ -27,7 +27,6 @@ WITHOUT_EFFECT = {
     "skip_tokenizer_init": (False,),
     "trust_remote_code": (False,),
     "quantization": (None,),
-    "tensor_parallel_size": (1,),
     "pipeline_parallel_size": (1,),
     "data_parallel_size": (1,),
     "enable_lora": (False,),

@@ -16,14 +16,14 @@ def open_early(config: EngineConfig) -> Bundle:
     return opened[0]
 
 
-def take_opened(config: EngineConfig) -> tuple[Bundle, Future[None]]:
-    """The configuration's bundle and the verification of its weights, begun early or now. Given out once."""
-    return _opened.pop((config.bundle, config.verify_key), None) or _open(config)
+def take_opened(config: EngineConfig, rank: int = 0) -> tuple[Bundle, Future[None]]:
+    """The configuration's bundle and the verification of a rank's weights, begun early or now. Given out once."""
+    return _opened.pop((config.bundle, config.verify_key), None) or _open(config, rank)
 
 
-def _open(config: EngineConfig) -> tuple[Bundle, Future[None]]:
+def _open(config: EngineConfig, rank: int = 0) -> tuple[Bundle, Future[None]]:
     bundle = open_bundle(config.bundle, verify_key=config.verify_key)
-    return bundle, bundle.verify_in_background(bundle.weight_files())
+    return bundle, bundle.verify_in_background(bundle.weight_files(rank))
 
 
 def forget_opened(config: EngineConfig) -> None:

@@ -5,13 +5,26 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+from treadle.codegen.bundle import is_bundle, open_bundle
 from treadle.ir.errors import ConfigError
+from treadle.runtime.config import EngineConfig
 from treadle.runtime.executor.interface import Executor
 
-EXECUTORS = {"uni": "treadle.runtime.executor.uni:UniExecutor"}
+EXECUTORS = {
+    "uni": "treadle.runtime.executor.uni:UniExecutor",
+    "mp": "treadle.runtime.executor.multi_process:MultiProcessExecutor",
+}
 
-PLANNED = ("mp", "ray", "external_launcher")
+PLANNED = ("ray", "external_launcher")
 """Names that are known and that this version refuses."""
+
+
+def chosen_executor(config: EngineConfig) -> Any:
+    """What `config.executor` asks for; "auto" is "mp" for a bundle that is cut over ranks, otherwise "uni"."""
+    if config.executor != "auto":
+        return config.executor
+    is_cut = is_bundle(config.bundle) and open_bundle(config.bundle, for_loading=False).manifest.num_ranks > 1
+    return "mp" if is_cut else "uni"
 
 
 def select_executor(asked: Any) -> type[Executor]:

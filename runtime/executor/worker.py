@@ -23,8 +23,10 @@ LoadModel = Callable[[EngineConfig], LoadedModel]
 class Worker:
     """Holds one model on one device."""
 
-    def __init__(self, config: EngineConfig, load: LoadModel):
+    def __init__(self, config: EngineConfig, load: LoadModel, num_ranks: int = 1):
+        """`num_ranks` workers share the memory of this machine."""
         self._config = config
+        self._num_ranks = num_ranks
         self._load = load
         self._runner: ModelRunner | None = None
 
@@ -76,7 +78,7 @@ class Worker:
             max_num_seqs=config.max_num_seqs,
             max_model_len=_within(config.max_model_len, model.spec.max_model_len, "max_model_len"),
             model_len_asked=config.max_model_len is not None,
-            available=available_memory(),
+            available=available_memory() // self._num_ranks,
         )
 
     def execute_model(self, step: SchedulerOutput) -> None:

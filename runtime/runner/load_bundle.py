@@ -8,6 +8,8 @@ from treadle.codegen.bundle import Bundle
 from treadle.codegen.load_weights import load_weights
 from treadle.codegen.loader import load_natives, load_pieces
 from treadle.codegen.manifest import Manifest
+from treadle.ir.errors import ConfigError
+from treadle.ir.group import Group
 from treadle.kernels.native import load_native
 from treadle.runtime.config import EngineConfig
 from treadle.runtime.dispatch import BatchDescriptor, GraphKeys, GraphMode
@@ -15,14 +17,23 @@ from treadle.runtime.executor.early_open import take_opened
 from treadle.runtime.runner.model import LoadedModel, ModelSpec, Piece
 
 
-def load_bundle(config: EngineConfig) -> LoadedModel:
-    """Opens the configuration's bundle and loads all of it. Raises BundleError or ArtifactError naming the file."""
-    bundle, weights_verified = take_opened(config)  # hashing overlaps with loading pieces
+def load_bundle(config: EngineConfig, group: Group | None = None) -> LoadedModel:
+    """Opens the configuration's bundle and loads all of it, for a bundle cut over ranks those of `group`'s rank.
+
+    Raises BundleError or ArtifactError naming the file, ConfigError if bundle and group are of different sizes.
+    """
+    rank, world = (group.rank, group.world) if group is not None else (0, 1)
+    bundle, weights_verified = take_opened(config, rank)  # hashing overlaps with loading pieces
+    if bundle.manifest.num_ranks != world:
+        raise ConfigError(
+            f"{bundle.root.name} is cut over {bundle.manifest.num_ranks} ranks, and {world} runs here; "
+            "leave executor out, then one process is started for each"
+        )
     native = {name: load_native(path) for name, path in load_natives(bundle).items()}
     pieces: Mapping[str, Piece] = load_pieces(bundle)
     weights_verified.result()
     return LoadedModel(
-        _spec(bundle), bundle.manifest.program, pieces, load_weights(bundle), native, _graph_keys(bundle.manifest)
+        _spec(bundle), bundle.manifest.program, pieces, load_weights(bundle, rank), native, _graph_keys(bundle.manifest), group
     )
 
 

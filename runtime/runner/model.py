@@ -14,6 +14,7 @@ import torch
 
 from treadle.codegen.program import PROGRAM_INPUTS, KVLayer, Program, Step, check_program
 from treadle.ir.errors import BundleError, PluginError, VerifyError
+from treadle.ir.group import Group
 from treadle.kernels.native import NativeLibrary
 from treadle.runtime import forward_context
 from treadle.runtime.dispatch import GraphKeys
@@ -82,14 +83,16 @@ class LoadedModel:
         weights: Mapping[str, torch.Tensor],
         native: Mapping[str, NativeLibrary] | None = None,
         graph_keys: GraphKeys = frozenset(),
+        group: Group | None = None,
     ):
-        """`graph_keys` are the padded shapes for which the pieces have exact-size artifacts."""
+        """`graph_keys` are the padded shapes for which the pieces have exact-size artifacts; collectives run in `group`."""
         check_program(program)
         self.spec = spec
         self.graph_keys = graph_keys
         self.native = dict(native or {})
         self.program = program
         self._pieces = pieces
+        self._group = group
         self._weights = weights
         self._places = _places(program)
         self._split = _first_select(program)
@@ -133,7 +136,8 @@ class LoadedModel:
             return _attention_step(make_attention(shape, sinks), shape.layer, sources, targets[0])
         if step.op == "select_rows":
             return _select_step(sources, targets[0])
-        return _reference_step(step, sources, [self._weights[name] for name in step.params], targets)
+        weights = [self._weights[name] for name in step.params]
+        return _reference_step(step, sources, weights, targets, self._group)
 
     def run_body(self, input_ids: torch.Tensor, positions: torch.Tensor) -> Values:
         """Runs everything up to the row selection on i64 [T] ids and positions; needs a forward context."""
@@ -211,7 +215,9 @@ def _select_step(sources: list[int], target: int) -> BoundStep:
     return run
 
 
-def _reference_step(step: Step, sources: list[int], params: list[torch.Tensor], targets: list[int]) -> BoundStep:
+def _reference_step(
+    step: Step, sources: list[int], params: list[torch.Tensor], targets: list[int], group: Group | None
+) -> BoundStep:
     """Any other op of the dialect that splits the graph: its eager reference runs between the pieces."""
     from treadle.ir.ops.registry import get_op
 
@@ -220,6 +226,8 @@ def _reference_step(step: Step, sources: list[int], params: list[torch.Tensor], 
     except (VerifyError, PluginError) as error:
         raise BundleError(f"unknown op step {step.op!r}: {error}; compile the model again") from error
     attrs = {name: step.attrs[name] for name in row.attributes}
+    if row.collective:
+        attrs["group"] = group
     weights = dict(zip(step.attrs["operands"][len(sources) :], params, strict=True))
     names = step.attrs["operands"][: len(sources)]
 

@@ -262,3 +262,18 @@ def test_pause_admits_nobody_and_utilities_are_listed():
     with pytest.raises(UserError, match="choose one of: stats"):
         core.call("eval", ["1"])
     assert core.call("stats").compilations_after_ready == 0
+
+
+def test_a_worker_that_is_gone_ends_the_core_between_steps():
+    """C04-01: the reason stays, and no step runs after it."""
+
+    class Lost(ToyExecutor):
+        def check_health(self):
+            raise EngineDeadError("rank 1 (process 7) ended with signal 9")
+
+    core = EngineCore(toy_config(Lost))
+    with pytest.raises(EngineDeadError, match="ended with signal 9"):
+        core.check_health()
+    core.add_request(request("a", [1, 2]))
+    with pytest.raises(EngineDeadError, match="ended with signal 9"):
+        core.step()

@@ -33,7 +33,7 @@ def test_bad_values_are_value_errors(value):
         select_executor(value)
 
 
-@pytest.mark.parametrize("name", ["mp", "ray", "external_launcher"])
+@pytest.mark.parametrize("name", ["ray", "external_launcher"])
 def test_planned_executors_are_refused_clearly(name):
     with pytest.raises(ConfigError, match="not available in this version"):
         select_executor(name)

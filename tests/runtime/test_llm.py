@@ -179,8 +179,8 @@ def test_arguments_have_vllms_names():
         {"num_gpu_blocks_override": 9, "optimization_level": 0, "dtype": "auto", "tensor_parallel_size": 1, "seed": None,
          "tokenizer_mode": "auto", "load_format": "auto", "revision": None}
     )
-    assert engine == {"num_blocks": 9} and compiling == {"level": 0, "dtype": "auto"}
-    for name, value in (("tensor_parallel_size", 2), ("quantization", "awq"), ("trust_remote_code", True)):
+    assert engine == {"num_blocks": 9} and compiling == {"level": 0, "dtype": "auto", "tensor_parallel_size": 1}
+    for name, value in (("pipeline_parallel_size", 2), ("quantization", "awq"), ("trust_remote_code", True)):
         with pytest.raises(ConfigError, match=f"{name}=.*not available in this version"):
             split_arguments({name: value})
     with pytest.raises(ConfigError, match=r"no argument 'max_num_seq'.*max_num_seqs"):

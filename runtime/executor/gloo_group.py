@@ -1,0 +1,39 @@
+"""The group of ranks that are processes of this machine, over gloo. Implements ir/group.py's Group."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+TIMEOUT = timedelta(seconds=120)
+"""How long a rank waits in a collective for the others. A rank that died is seen at once, by its closed connection."""
+
+
+class GlooGroup:
+    """Blocks until all `world` ranks have made theirs over the same new file."""
+
+    def __init__(self, meeting_file: Path, rank: int, world: int):
+        from torch.distributed import FileStore, ProcessGroupGloo
+
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # ranks are on one machine: nobody else can connect
+        self.rank = rank
+        self.world = world
+        self._store = FileStore(str(meeting_file), world)
+        self._processes: Any = ProcessGroupGloo(self._store, rank, world, TIMEOUT)
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks. Raises RuntimeError if a rank is gone."""
+        total = x.clone(memory_format=torch.contiguous_format)
+        self._processes.allreduce([total]).wait()
+        return total
+
+    def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's tensor, in rank order. Raises RuntimeError if a rank is gone."""
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(self.world)]
+        self._processes.allgather([parts], [x]).wait()
+        return parts
