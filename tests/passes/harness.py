@@ -22,7 +22,8 @@ from treadle.passes.split import SplitGraph, run_split
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 ARCHITECTURES = (
-    "llama mistral qwen2 qwen3 gemma2 gemma3 phi3 gpt2 olmo2 mixtral qwen3_moe".split()
+    "llama mistral qwen2 qwen3 gemma2 gemma3 phi3 gpt2 olmo2 mixtral qwen3_moe "
+    "gptj gpt_neox qwen2_moe deepseek_v3".split()
 )
 TOKENS = 11
 
