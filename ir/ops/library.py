@@ -32,7 +32,10 @@ def embedding(table: Tensor, ids: Tensor) -> Tensor:
     return F.embedding(ids, table)
 
 
-@op("rms_norm(Tensor x, Tensor? weight=None, *, float eps, float offset=0.0, bool scale_in_f32=False) -> Tensor")
+@op(
+    "rms_norm(Tensor x, Tensor? weight=None, *, float eps, float offset=0.0, bool scale_in_f32=False) -> Tensor",
+    inplace=("x",),
+)
 def rms_norm(
     x: Tensor, weight: Tensor | None = None, *, eps: float, offset: float = 0.0, scale_in_f32: bool = False
 ) -> Tensor:
@@ -53,7 +56,8 @@ def rms_norm(
 
 @op(
     "add_rms_norm(Tensor x, Tensor residual, Tensor? weight=None, *, float eps, float offset=0.0, "
-    "bool scale_in_f32=False) -> (Tensor, Tensor)"
+    "bool scale_in_f32=False) -> (Tensor, Tensor)",
+    inplace=("x", "residual"),
 )
 def add_rms_norm(
     x: Tensor,
@@ -69,7 +73,7 @@ def add_rms_norm(
     return rms_norm(total, weight, eps=eps, offset=offset, scale_in_f32=scale_in_f32), total
 
 
-@op("layer_norm(Tensor x, Tensor? weight=None, Tensor? bias=None, *, float eps) -> Tensor")
+@op("layer_norm(Tensor x, Tensor? weight=None, Tensor? bias=None, *, float eps) -> Tensor", inplace=("x",))
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float) -> Tensor:
     """Layer norm over the last dimension."""
     return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
@@ -77,7 +81,8 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
 
 @op(
     "add_layer_norm(Tensor x, Tensor residual, Tensor? weight=None, Tensor? bias=None, *, float eps) "
-    "-> (Tensor, Tensor)"
+    "-> (Tensor, Tensor)",
+    inplace=("x", "residual"),
 )
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float
@@ -87,7 +92,7 @@ def add_layer_norm(
     return layer_norm(total, weight, bias, eps=eps), total
 
 
-@op("rope(Tensor x, Tensor cos, Tensor sin, *, bool interleaved=False) -> Tensor")
+@op("rope(Tensor x, Tensor cos, Tensor sin, *, bool interleaved=False) -> Tensor", inplace=("x",))
 def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
     """Rotary embedding: x [T, H, D], cos and sin [T, R] with R <= D; the first R of D features turn.
 
@@ -106,7 +111,8 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> T
 
 @op(
     "rms_norm_rope(Tensor x, Tensor cos, Tensor sin, Tensor? weight=None, *, float eps, float offset=0.0, "
-    "bool scale_in_f32=False, bool across_heads=False, bool interleaved=False) -> Tensor"
+    "bool scale_in_f32=False, bool across_heads=False, bool interleaved=False) -> Tensor",
+    inplace=("x",),
 )
 def rms_norm_rope(
     x: Tensor,
@@ -145,7 +151,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@op("gated_act(Tensor gate, Tensor up, *, str act) -> Tensor")
+@op("gated_act(Tensor gate, Tensor up, *, str act) -> Tensor", inplace=("gate",))
 def gated_act(gate: Tensor, up: Tensor, *, act: str) -> Tensor:
     """`act(gate) * up`; act is silu, gelu (exact, by erf), gelu_tanh, gelu_new (tanh spelled out) or relu."""
     return _ACTIVATIONS[act](gate) * up
