@@ -11,6 +11,8 @@ from treadle.passes.library.canonicalise import Canonicalise
 from treadle.passes.library.drop_batch_dim import DropBatchDim
 from treadle.passes.library.eliminate_common_subexpressions import EliminateCommonSubexpressions
 from treadle.passes.library.eliminate_dead_code import EliminateDeadCode
+from treadle.passes.library.eliminate_no_ops import EliminateNoOps
+from treadle.passes.library.fold_constants import FoldConstants
 from treadle.passes.library.fuse_add_layer_norm import FuseAddLayerNorm
 from treadle.passes.library.fuse_add_rms_norm import FuseAddRmsNorm
 from treadle.passes.library.fuse_linears import FuseGateUp, FuseQkv
@@ -102,6 +104,8 @@ def raise_passes() -> list[Pass]:
 def fuse_passes() -> list[Pass]:
     """Named ops join."""
     return [
+        FoldConstants(),
+        EliminateNoOps(),
         EliminateCommonSubexpressions(),  # before fusing: equal inputs must be one value
         FuseMoe(),  # before the norms: the sum over shared experts is not a residual add
         FuseAddRmsNorm(),

@@ -33,6 +33,8 @@ PASSES = Registry(
         "join_slices": "treadle.passes.library.join_slices:JoinSlices",
         "raise_gated_act": "treadle.passes.library.raise_gated_act:RaiseGatedAct",
         "eliminate_common_subexpressions": "treadle.passes.library.eliminate_common_subexpressions:EliminateCommonSubexpressions",
+        "fold_constants": "treadle.passes.library.fold_constants:FoldConstants",
+        "eliminate_no_ops": "treadle.passes.library.eliminate_no_ops:EliminateNoOps",
         "fuse_add_rms_norm": "treadle.passes.library.fuse_add_rms_norm:FuseAddRmsNorm",
         "fuse_add_layer_norm": "treadle.passes.library.fuse_add_layer_norm:FuseAddLayerNorm",
         "fuse_moe": "treadle.passes.library.fuse_moe:FuseMoe",

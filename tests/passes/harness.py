@@ -126,7 +126,7 @@ def assert_same(wanted: torch.Tensor, given: torch.Tensor, *, exact: bool, dtype
 
 def match_counts(reports: list[PassReport]) -> dict[str, dict[str, int]]:
     """Counts by kind of the passes that name or join ops."""
-    wanted = ("raise_", "fuse_", "join_", "sink_", "select_")
+    wanted = ("raise_", "fuse_", "join_", "sink_", "select_", "fold_", "eliminate_no_ops")
     return {r.name: dict(sorted(r.counts.items())) for r in reports if r.name.startswith(wanted) and r.counts}
 
 
