@@ -56,7 +56,9 @@ def storage_bytes(value: Value) -> Affine:
         return Affine(0, 0)
     low, middle, high = (_bytes(value.type, tokens) for tokens in (64, 128, 192))
     if high - middle != middle - low:
-        raise VerifyError(f"%{value.name}: the size of {value.type} is not affine in T, so no storage can be planned")
+        raise VerifyError(
+            f"%{value.name}: the size of {value.type} is not affine in T, so no storage can be planned"
+        )
     slope = (middle - low) // 64
     constant = low - 64 * slope
     return Affine(_round_up(slope), _round_up(max(constant, 0)))

@@ -18,7 +18,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from treadle.ir.graph import Graph, Node, Value
-from treadle.passes.aliases import Affine, is_contiguous_view, must_copy, storage_bytes, view_base, writable_over
+from treadle.passes.aliases import (
+    Affine,
+    is_contiguous_view,
+    must_copy,
+    storage_bytes,
+    view_base,
+    writable_over,
+)
 from treadle.passes.split import SplitGraph
 
 ZERO = Affine(0, 0)
@@ -56,7 +63,9 @@ class Plan:
     def report(self, tokens: int) -> str:
         """One line for people: bytes of computed values at a token count, without sharing and with it."""
         before, after = self.unshared.at(tokens), self.arena.at(tokens)
-        return f"{before} bytes of computed values at T = {tokens}; {after} in the shared arena ({self.arena})"
+        return (
+            f"{before} bytes of computed values at T = {tokens}; {after} in the shared arena ({self.arena})"
+        )
 
 
 @dataclass
@@ -157,9 +166,15 @@ class _Planner:
         if under is None or under not in self.compact:
             return None
         storage = self.value_storage[under]
-        if storage in self.fixed or under.type != value.type or storage_bytes(storage) != storage_bytes(value):
+        if (
+            storage in self.fixed
+            or under.type != value.type
+            or storage_bytes(storage) != storage_bytes(value)
+        ):
             return None
-        sharing = [other for other, known in self.value_storage.items() if known is storage and other is not under]
+        sharing = [
+            other for other, known in self.value_storage.items() if known is storage and other is not under
+        ]
         if any(self.last_read[other] >= at for other in sharing) or self.last_read[under] > at:
             return None
         return under
@@ -198,4 +213,3 @@ def _lowest(size: Affine, rivals: list[Buffer], beyond: Affine, reach: tuple[int
         ):
             return offset
     return Affine.above([beyond, *ends])
-

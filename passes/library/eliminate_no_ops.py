@@ -20,7 +20,12 @@ from treadle.ir.types import Dim, TensorType
 from treadle.passes.base import NearMiss, Pass, PassReport, Site, Tier
 from treadle.passes.rewriter import Rewriter
 
-CAST, CAT, NEG, SCATTER = "aten.to.dtype", "aten.cat.default", "aten.neg.default", "aten.slice_scatter.default"
+CAST, CAT, NEG, SCATTER = (
+    "aten.to.dtype",
+    "aten.cat.default",
+    "aten.neg.default",
+    "aten.slice_scatter.default",
+)
 _WIDENED = {("bf16", "f32"), ("f16", "f32"), ("bf16", "f64"), ("f16", "f64"), ("f32", "f64")}
 _END = 1 << 31  # an end beyond any size
 
@@ -54,7 +59,10 @@ Result = Value | str | None  # what takes the node's place, or why nothing does 
 def _feeding(nodes: list[Node]) -> list[Node]:
     """What only fed removed nodes, two steps up: a buffer and its slices."""
     above = [value.producer for node in nodes for value in node.inputs() if value.producer is not None]
-    return [*above, *(value.producer for node in above for value in node.inputs() if value.producer is not None)]
+    return [
+        *above,
+        *(value.producer for node in above for value in node.inputs() if value.producer is not None),
+    ]
 
 
 def _shape(value: Value) -> tuple[Dim, ...]:
@@ -68,9 +76,16 @@ def _rejoined(rewriter: Rewriter, node: Node) -> Result:
     if whole is None or whole.op != "split" or len(parts) < 2:
         return None
     rank = len(_shape(node.result))
-    if set(parts) != set(whole.results) or node.attrs.get("dim", 0) % rank != whole.attrs.get("dim", -1) % rank:
+    if (
+        set(parts) != set(whole.results)
+        or node.attrs.get("dim", 0) % rank != whole.attrs.get("dim", -1) % rank
+    ):
         return None
-    return next(whole.inputs()) if parts == list(whole.results) else "the parts of the split are joined in another order"
+    return (
+        next(whole.inputs())
+        if parts == list(whole.results)
+        else "the parts of the split are joined in another order"
+    )
 
 
 def _there_and_back(rewriter: Rewriter, node: Node) -> Result:

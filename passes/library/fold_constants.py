@@ -41,7 +41,9 @@ class FoldConstants(Pass):
             if not reads or not all(value in known for value in reads) or not _is_plain(node):
                 continue
             if (size := _elements(node)) > self.max_elements:
-                report.near_misses.append(NearMiss.of(node, f"{size} elements, more than {self.max_elements}", 1))
+                report.near_misses.append(
+                    NearMiss.of(node, f"{size} elements, more than {self.max_elements}", 1)
+                )
                 continue
             values = {value: known[value].evaluate(_no_checkpoint) for value in reads}
             for value, result in zip(node.results, call(node, values, 0), strict=True):

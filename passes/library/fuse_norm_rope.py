@@ -11,7 +11,7 @@ into heads (OLMo 2). Exact: the same norm, then the same rotation. Does not hand
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from treadle.ir.graph import Graph, Value
 from treadle.ir.types import TensorType
@@ -33,7 +33,7 @@ def _with(across_heads: bool) -> Build:
         if across_heads:
             shape = match["cut"].attrs["shape"]
             x = rewriter.call("aten.reshape.default", x, shape=shape, source=match["cut"].source).result
-        attrs = {**match["norm"].attrs, **root.attrs, "across_heads": across_heads}
+        attrs: dict[str, Any] = {**match["norm"].attrs, **root.attrs, "across_heads": across_heads}
         operands = x, match["cos"], match["sin"], match.get("w")
         return rewriter.call("rms_norm_rope", *operands, source=source, **attrs).result
 
@@ -50,7 +50,10 @@ def _covers_a_token(match: Match) -> bool:
     return _rank(match["x"]) == 2 and _rank(match["cut"].result) == 3 and x.shape[0] == cut.shape[0]
 
 
-_CUTS: Where = ("the reshape between norm and rope does not cut a token's features into heads", _covers_a_token)
+_CUTS: Where = (
+    "the reshape between norm and rope does not cut a token's features into heads",
+    _covers_a_token,
+)
 RULES = (
     Rule("per_head", _PER_HEAD, _with(False)),
     Rule("across_heads", _ACROSS, _with(True), (_CUTS,), near=3),

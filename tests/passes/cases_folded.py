@@ -63,8 +63,7 @@ REFUSALS = [
         "parts that change places",
         EliminateNoOps(),
         "joined in another order",
-        _SPLIT.replace("[%a, %b]", "[%b, %a]").split("  %d:")[0]
-        + "  return %c\n}\n",
+        _SPLIT.replace("[%a, %b]", "[%b, %a]").split("  %d:")[0] + "  return %c\n}\n",
     ),
     Refusal(
         "a cast through a smaller type",

@@ -164,7 +164,9 @@ CASES = [
     Case("raise_rope_partial_interleaved", RaiseRope(), {"partial_interleaved": 1}, _PARTIAL_PAIRS),
     Case("fuse_norm_rope_per_head", FuseNormRope(), {"per_head": 1}, _graph(_PER_HEAD + "  return %y")),
     Case("fuse_norm_rope_across_heads", FuseNormRope(), {"across_heads": 1}, _graph(_ACROSS)),
-    Case("raise_gated_act_gelu_new", RaiseGatedAct(), {"gelu_new": 1}, _GELU_NEW.replace("FACTOR", "0.044715")),
+    Case(
+        "raise_gated_act_gelu_new", RaiseGatedAct(), {"gelu_new": 1}, _GELU_NEW.replace("FACTOR", "0.044715")
+    ),
     Case("fuse_moe", FuseMoe(), {"softmax": 1}, _graph(_RENORMALISED.format(dtype="bf16"))),
     Case("fuse_moe_shared", FuseMoe(), {"softmax_shared": 1}, _shared("%x")),
     Case("fuse_moe_grouped", FuseMoe(), {"grouped": 1}, _grouped()),

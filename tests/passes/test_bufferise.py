@@ -123,7 +123,9 @@ def _assert_equal_bits(graph: Graph, plan: Plan) -> None:
         assert torch.equal(one, other), "an input was written to"
 
 
-_STEPS = st.sampled_from(["add", "mul", "silu", "neg", "linear", "norm", "add_norm", "split", "permute", "cat"])
+_STEPS = st.sampled_from(
+    ["add", "mul", "silu", "neg", "linear", "norm", "add_norm", "split", "permute", "cat"]
+)
 _RECIPES = st.lists(st.tuples(_STEPS, st.integers(0, 9), st.integers(0, 9)), min_size=2, max_size=14)
 
 
