@@ -172,7 +172,7 @@ _ACTIVATIONS = {
     "GELUActivation": "gelu",
     "GELU": "gelu",
     "GELUTanh": "gelu_tanh",
-    "NewGELUActivation": "gelu_tanh",
+    "NewGELUActivation": "gelu_new",
     "ReLU": "relu",
 }
 

@@ -243,6 +243,23 @@ def cast_of(pattern: Pattern, *, shared: bool = False) -> MaybeCast:
     return MaybeCast(pattern, shared)
 
 
+@dataclass(frozen=True)
+class Called(Pattern):
+    """`pattern`, whose value must be the same in every place of this name."""
+
+    name: str
+    pattern: Pattern
+
+    def match(self, value: Value, env: Env, trail: Trail) -> Iterator[Env]:
+        for extended in Bind(self.name).match(value, env, trail):
+            yield from self.pattern.match(value, extended, trail)
+
+
+def called(name: str, pattern: Pattern) -> Called:
+    """Names the value that `pattern` matches, for a pattern that meets one value in several places."""
+    return Called(name, pattern)
+
+
 def same_attr(actual: Any, wanted: Any) -> bool:
     """Equality of attributes that keeps booleans and numbers apart."""
     return actual == wanted and isinstance(actual, bool) == isinstance(wanted, bool)

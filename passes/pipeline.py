@@ -11,9 +11,14 @@ from treadle.passes.library.canonicalise import Canonicalise
 from treadle.passes.library.drop_batch_dim import DropBatchDim
 from treadle.passes.library.eliminate_common_subexpressions import EliminateCommonSubexpressions
 from treadle.passes.library.eliminate_dead_code import EliminateDeadCode
+from treadle.passes.library.eliminate_no_ops import EliminateNoOps
+from treadle.passes.library.fold_constants import FoldConstants
+from treadle.passes.library.fuse_add_layer_norm import FuseAddLayerNorm
 from treadle.passes.library.fuse_add_rms_norm import FuseAddRmsNorm
 from treadle.passes.library.fuse_all_reduce_rms_norm import FuseAllReduceRmsNorm
 from treadle.passes.library.fuse_linears import FuseGateUp, FuseQkv
+from treadle.passes.library.fuse_moe import FuseMoe
+from treadle.passes.library.fuse_norm_rope import FuseNormRope
 from treadle.passes.library.join_slices import JoinSlices
 from treadle.passes.library.raise_addmm import RaiseAddmm
 from treadle.passes.library.raise_embedding import RaiseEmbedding
@@ -103,10 +108,15 @@ def raise_passes() -> list[Pass]:
 def fuse_passes() -> list[Pass]:
     """Named ops join."""
     return [
+        FoldConstants(),
+        EliminateNoOps(),
         EliminateCommonSubexpressions(),  # before fusing: equal inputs must be one value
+        FuseMoe(),  # before the norms: the sum over shared experts is not a residual add
         FuseAddRmsNorm(),
+        FuseAddLayerNorm(),
         FuseQkv(),  # after rope and norms are named: it follows values through them to attention
         FuseGateUp(),  # after raise_gated_act: the gated activation says which linears belong together
+        FuseNormRope(),  # after fuse_qkv, which follows q and k through their norms
         Canonicalise(),
         EliminateDeadCode(),
     ]

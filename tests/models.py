@@ -70,12 +70,70 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+_ROPE = {"rope_theta": 500.0, "factor": 4.0}
+_GPT = {"vocab_size": 320, "n_embd": 64, "n_layer": 3, "n_head": 4, "bos_token_id": 1, "eos_token_id": 2}
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gptj": ("GPTJConfig", _GPT | {"n_positions": 256, "rotary_dim": 8}),
+    "gpt_neox": ("GPTNeoXConfig", {k: v for k, v in _SMALL.items() if k != "num_key_value_heads"}),
+    "llama_linear": ("LlamaConfig", _SMALL | {"rope_parameters": _ROPE | {"rope_type": "linear"}}),
+    "llama_llama3": (
+        "LlamaConfig",
+        _SMALL
+        | {
+            "rope_parameters": _ROPE
+            | {
+                "rope_type": "llama3",
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 16,
+            }
+        },
+    ),
+    "llama_yarn": (
+        "LlamaConfig",
+        _SMALL | {"rope_parameters": _ROPE | {"rope_type": "yarn", "original_max_position_embeddings": 64}},
+    ),
+    "gemma_erf": ("Gemma2Config", _SMALL | {"head_dim": 16, "hidden_activation": "gelu", "sliding_window": 8}),
+    "gemma_new": ("GemmaConfig", _SMALL | {"head_dim": 16, "hidden_act": "gelu_new"}),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        _SMALL
+        | {
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 48,
+        },
+    ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        _SMALL
+        | {
+            "num_key_value_heads": 4,
+            "moe_intermediate_size": 48,
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "q_lora_rank": None,
+            "kv_lora_rank": 32,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 16,
+        },
+    ),
+}
+"""Configurations that differ in one thing (rotation, activation, routing): traced and fused, not compiled in tests."""
+
 
 def make_config(name: str, **changes: Any) -> Any:
     """The configuration of a small model; `changes` override its fields."""
     import transformers
 
-    cls, settings = ARCHITECTURES[name]
+    cls, settings = (ARCHITECTURES | VARIANTS)[name]
     return getattr(transformers, cls)(**(settings | changes))
 
 

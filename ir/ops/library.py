@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -29,7 +32,10 @@ def embedding(table: Tensor, ids: Tensor) -> Tensor:
     return F.embedding(ids, table)
 
 
-@op("rms_norm(Tensor x, Tensor? weight=None, *, float eps, float offset=0.0, bool scale_in_f32=False) -> Tensor")
+@op(
+    "rms_norm(Tensor x, Tensor? weight=None, *, float eps, float offset=0.0, bool scale_in_f32=False) -> Tensor",
+    inplace=("x",),
+)
 def rms_norm(
     x: Tensor, weight: Tensor | None = None, *, eps: float, offset: float = 0.0, scale_in_f32: bool = False
 ) -> Tensor:
@@ -50,7 +56,8 @@ def rms_norm(
 
 @op(
     "add_rms_norm(Tensor x, Tensor residual, Tensor? weight=None, *, float eps, float offset=0.0, "
-    "bool scale_in_f32=False) -> (Tensor, Tensor)"
+    "bool scale_in_f32=False) -> (Tensor, Tensor)",
+    inplace=("x", "residual"),
 )
 def add_rms_norm(
     x: Tensor,
@@ -66,13 +73,26 @@ def add_rms_norm(
     return rms_norm(total, weight, eps=eps, offset=offset, scale_in_f32=scale_in_f32), total
 
 
-@op("layer_norm(Tensor x, Tensor? weight=None, Tensor? bias=None, *, float eps) -> Tensor")
+@op("layer_norm(Tensor x, Tensor? weight=None, Tensor? bias=None, *, float eps) -> Tensor", inplace=("x",))
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float) -> Tensor:
     """Layer norm over the last dimension."""
     return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
 
-@op("rope(Tensor x, Tensor cos, Tensor sin, *, bool interleaved=False) -> Tensor")
+@op(
+    "add_layer_norm(Tensor x, Tensor residual, Tensor? weight=None, Tensor? bias=None, *, float eps) "
+    "-> (Tensor, Tensor)",
+    inplace=("x", "residual"),
+)
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Residual add, then layer norm: returns (layer_norm(residual + x), residual + x)."""
+    total = residual + x
+    return layer_norm(total, weight, bias, eps=eps), total
+
+
+@op("rope(Tensor x, Tensor cos, Tensor sin, *, bool interleaved=False) -> Tensor", inplace=("x",))
 def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
     """Rotary embedding: x [T, H, D], cos and sin [T, R] with R <= D; the first R of D features turn.
 
@@ -89,17 +109,51 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> T
     return out if size == x.shape[-1] else torch.cat((out, rest), dim=-1)
 
 
-_ACTIVATIONS = {
+@op(
+    "rms_norm_rope(Tensor x, Tensor cos, Tensor sin, Tensor? weight=None, *, float eps, float offset=0.0, "
+    "bool scale_in_f32=False, bool across_heads=False, bool interleaved=False) -> Tensor",
+    inplace=("x",),
+)
+def rms_norm_rope(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    weight: Tensor | None = None,
+    *,
+    eps: float,
+    offset: float = 0.0,
+    scale_in_f32: bool = False,
+    across_heads: bool = False,
+    interleaved: bool = False,
+) -> Tensor:
+    """Norm of queries or keys, then rope: x [T, H, D] -> [T, H, D].
+
+    The norm is over the D features of each head, weight [D]; if `across_heads` over all of a token's H * D, weight
+    [H * D] (OLMo 2). The rest as in rms_norm and rope.
+    """
+    normed = rms_norm(
+        x.flatten(-2) if across_heads else x, weight, eps=eps, offset=offset, scale_in_f32=scale_in_f32
+    )
+    return rope(normed.reshape(x.shape), cos, sin, interleaved=interleaved)
+
+
+def _gelu_new(x: Tensor) -> Tensor:
+    """The tanh approximation as GPT-2's authors spelled it; F.gelu rounds differently."""
+    return 0.5 * x * (1.0 + torch.tanh((x + 0.044715 * torch.pow(x, 3.0)) * math.sqrt(2.0 / math.pi)))
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_new": _gelu_new,
     "relu": F.relu,
 }
 
 
-@op("gated_act(Tensor gate, Tensor up, *, str act) -> Tensor")
+@op("gated_act(Tensor gate, Tensor up, *, str act) -> Tensor", inplace=("gate",))
 def gated_act(gate: Tensor, up: Tensor, *, act: str) -> Tensor:
-    """`act(gate) * up`; act is silu, gelu, gelu_tanh or relu."""
+    """`act(gate) * up`; act is silu, gelu (exact, by erf), gelu_tanh, gelu_new (tanh spelled out) or relu."""
     return _ACTIVATIONS[act](gate) * up
 
 
@@ -173,3 +227,73 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tens
         done = F.linear(_ACTIVATIONS[act](gate) * up, down[expert]) * weights[token, slot, None]
         out.index_add_(0, token, done.to(out.dtype))
     return out
+
+
+def _like_routed(x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, **_: object) -> Tensor:
+    return torch.empty_like(x)
+
+
+@op(
+    "moe(Tensor x, Tensor router, Tensor gate_up, Tensor down, Tensor? bias=None, Tensor? shared=None, *, "
+    "int top_k, str act, str scoring='softmax', bool renormalise=False, float epsilon=0.0, float scale=1.0, "
+    "int groups=1, int top_groups=1, bool router_in_f32=False, bool weights_in_f32=False) -> Tensor",
+    splits=True,
+    fake=_like_routed,
+)
+def moe(
+    x: Tensor,
+    router: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    bias: Tensor | None = None,
+    shared: Tensor | None = None,
+    *,
+    top_k: int,
+    act: str,
+    scoring: str = "softmax",
+    renormalise: bool = False,
+    epsilon: float = 0.0,
+    scale: float = 1.0,
+    groups: int = 1,
+    top_groups: int = 1,
+    router_in_f32: bool = False,
+    weights_in_f32: bool = False,
+) -> Tensor:
+    """Mixture of experts with its router: x [T, H], router [E, H], gate_up [E, 2I, H], down [E, H, I] -> [T, H].
+
+    Scores are the softmax or sigmoid of the router's logits, in float32. `bias` [E] takes part in choosing the `top_k`
+    experts, not in their weights; with `groups` only the `top_groups` best groups of experts may be chosen
+    (DeepSeek-V3). Weights are divided by their sum + epsilon if `renormalise`, then multiplied by `scale`, and rounded
+    to x's dtype unless `weights_in_f32`. `shared` [T, H] is what shared experts gave; it is added at the end.
+    """
+    logits = F.linear(x.float(), router.float()) if router_in_f32 else F.linear(x, router)
+    wide = logits.float()
+    scores = torch.softmax(wide, dim=-1) if scoring == "softmax" else torch.sigmoid(wide)
+    weights, ids = _choose(scores, bias, top_k, groups, top_groups)
+    if renormalise:
+        total = weights.sum(dim=-1, keepdim=True)
+        weights = weights / (total + epsilon if epsilon else total)
+    if scale != 1.0:
+        weights = weights * scale
+    if not weights_in_f32:
+        weights = weights.to(x.dtype)
+    out = experts(x, ids, weights, gate_up, down, act=act)
+    return out if shared is None else out + shared
+
+
+def _choose(
+    scores: Tensor, bias: Tensor | None, top_k: int, groups: int, top_groups: int
+) -> tuple[Tensor, Tensor]:
+    """Weights and ids [T, K] of the chosen experts, from scores [T, E]."""
+    if bias is None:
+        weights, ids = torch.topk(scores, top_k, dim=-1)
+        return weights, ids
+    choice = scores + bias
+    if groups > 1:
+        best = choice.unflatten(-1, (groups, -1)).topk(2, dim=-1).values.sum(dim=-1)
+        kept = torch.topk(best, top_groups, dim=-1, sorted=False).indices
+        open_groups = torch.zeros_like(best, dtype=torch.bool).scatter(1, kept, True)
+        size = scores.shape[-1] // groups
+        choice = choice.masked_fill(~open_groups.repeat_interleave(size, dim=-1), float("-inf"))
+    ids = torch.topk(choice, top_k, dim=-1, sorted=False).indices
+    return scores.gather(1, ids), ids

@@ -33,6 +33,7 @@ class Op:
     writes: tuple[str, ...] = ()
     splits: bool = False
     fake: Callable[..., Any] | None = field(compare=False, default=None)
+    inplace: tuple[str, ...] = ()
     variadic_results: bool = False
     collective: bool = False
     doc: str = ""
@@ -54,12 +55,14 @@ def op(
     writes: Sequence[str] = (),
     fake: Callable[..., Any] | None = None,
     collective: bool = False,
+    inplace: Sequence[str] = (),
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Adds a row to the dialect. `schema` is in torch's notation; the decorated function is the eager reference.
 
     The reference takes every argument by keyword, in plain torch calls that torch.export can trace. `fake` gives
     result tensors on the meta device when running the reference there is not possible. `reads` and `writes` name
     operands that are state. All ranks of a group call a `collective` together; its reference also takes `group`.
+    `inplace` names, for each result in order, the operand whose storage a kernel may write it to.
     """
 
     def register(reference: Callable[..., Any]) -> Callable[..., Any]:
@@ -77,6 +80,7 @@ def op(
             writes=tuple(writes),
             fake=fake,
             collective=collective,
+            inplace=tuple(inplace),
             doc=(reference.__doc__ or "").strip(),
         )
         return reference

@@ -16,7 +16,8 @@ from treadle.ir.graph import Graph, Node, Param, Value
 from treadle.passes.base import NearMiss, Pass, PassReport, Site, Tier
 from treadle.passes.rewriter import Rewriter
 
-ADD, NORM = "aten.add.Tensor", "rms_norm"
+ADD = "aten.add.Tensor"
+_NORMS = ("rms_norm", "layer_norm")
 
 
 @dataclass(frozen=True)
@@ -26,13 +27,14 @@ class FuseAddRmsNorm(Pass):
     measured: ClassVar[bool] = True
     produces: ClassVar[tuple[str, ...]] = ("add_rms_norm",)
     after: ClassVar[tuple[str, ...]] = ("raise_rms_norm",)
+    norm: ClassVar[str] = "rms_norm"
 
     def run(self, graph: Graph) -> PassReport:
         report, rewriter, users = self.report(), Rewriter(graph), graph.users()
         dead: list[Node] = []
         for norm in graph.nodes:
             total = next(norm.inputs(), None)
-            if norm.op != NORM or total is None or total.producer is None or total.producer.op != ADD:
+            if norm.op != self.norm or total is None or total.producer is None or total.producer.op != ADD:
                 continue
             if problem := _objection(total.producer, users[total]):
                 report.near_misses.append(NearMiss.of(norm, problem, 2))
@@ -40,7 +42,7 @@ class FuseAddRmsNorm(Pass):
             _fuse(rewriter, total.producer, norm)
             dead += [total.producer, norm]
             report.sites.append(Site.of(norm))
-            report.count("add_rms_norm")
+            report.count(f"add_{self.norm}")
         rewriter.apply(dead)
         return report
 
@@ -56,7 +58,7 @@ def _objection(add: Node, users: list[Node]) -> str | None:
         return "the sum adds a parameter"
     if left.type != right.type:
         return f"the sum broadcasts or promotes: {left.type} and {right.type}"
-    if sum(user.op == NORM for user in users) > 1:
+    if sum(user.op in _NORMS for user in users) > 1:
         return f"%{add.result.name} goes through more than one norm"
     return None
 
@@ -67,9 +69,9 @@ def _fuse(rewriter: Rewriter, add: Node, norm: Node) -> None:
     assert left is not None and right is not None
     residual, x = _older_first(left, right)
     names = [norm.result.name, add.result.name]
-    weight = norm.operand("weight")
+    rest = {name: value for name, value in norm.operands.items() if name != "x"}
     call = rewriter.at(add).call(
-        "add_rms_norm", x, residual, weight, source=norm.source, names=names, **norm.attrs
+        f"add_{norm.op}", x, residual, source=norm.source, names=names, **rest, **norm.attrs
     )
     rewriter.replace(norm.result, call.results[0])
     rewriter.replace(add.result, call.results[1])
@@ -81,4 +83,4 @@ def _older_first(left: Value, right: Value) -> tuple[Value, Value]:
 
 
 def _is_stream(value: Value) -> bool:
-    return value.producer is None or value.producer.op in (ADD, "add_rms_norm", "embedding")
+    return value.producer is None or value.producer.op in (ADD, "add_rms_norm", "add_layer_norm", "embedding")

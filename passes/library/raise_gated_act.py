@@ -3,13 +3,14 @@
     %a = aten.silu(%gate)
     %y = aten.mul(%a, %up)      ->    %y = gated_act(%gate, %up, act='silu')
 
-Also gelu, gelu with the tanh approximation, and relu. Exact. The two operands must be computed values of one type: an
-activation times a weight or a scalar is not gated. Does not handle activations spelled out in primitive ops, nor gates
-with clamps or offsets (gpt-oss).
+Also gelu (exact, by erf), gelu_tanh, gelu_new (the tanh approximation spelled out in eight primitive ops), and relu.
+Exact. The two operands must be computed values of one type: an activation times a weight or a scalar is not gated.
+Does not handle other activations spelled out in primitive ops, nor gates with clamps or offsets (gpt-oss).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
@@ -19,6 +20,8 @@ from treadle.passes.base import NearMiss, Pass, PassReport, Tier
 from treadle.passes.match import bind, op
 from treadle.passes.rewrite import Build, Match, Rule, Where, rewrite
 from treadle.passes.rewriter import Rewriter
+
+MUL = "aten.mul.Tensor"
 
 
 def _with(act: str) -> Build:
@@ -42,14 +45,22 @@ _WHERE: tuple[Where, ...] = (
     ("the other factor is a parameter, not a computed value", _computed),
 )
 _GATE = bind("gate")
+_CUBE = op(MUL, op("aten.pow.Tensor_Scalar", _GATE, exponent=3.0), None, other=0.044715)
+_INNER = op(MUL, op("aten.add.Tensor", _GATE, _CUBE), None, other=math.sqrt(2.0 / math.pi))
+_GELU_NEW = op(
+    MUL,
+    op(MUL, _GATE, None, other=0.5),
+    op("aten.add.Tensor", op("aten.tanh.default", _INNER), None, other=1.0),
+)
 _ACTIVATIONS = {
     "silu": op("aten.silu.default", _GATE),
     "gelu_tanh": op("aten.gelu.default", _GATE, approximate="tanh"),
     "gelu": op("aten.gelu.default", _GATE, approximate="none"),
+    "gelu_new": _GELU_NEW,
     "relu": op("aten.relu.default", _GATE),
 }
 RULES = tuple(
-    Rule(act, op("aten.mul.Tensor", pattern, bind("up")), _with(act), _WHERE)
+    Rule(act, op(MUL, pattern, bind("up")), _with(act), _WHERE, near=7 if act == "gelu_new" else 2)
     for act, pattern in _ACTIVATIONS.items()
 )
 

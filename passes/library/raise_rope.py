@@ -4,9 +4,11 @@
     %r = cat([neg(slice(%x, R/2..)), slice(%x, ..R/2)])   %y' = rope(%x', %cos, %sin)
     %y = add(mul(%x, %c), mul(%r, %s))              ->    %y  = permute(%y', [1,0,2])
 
-Kinds: `halves` pairs feature i with i + R/2, `interleaved` pairs 2i with 2i + 1; `partial` turns only the first R
-features and passes the rest. The permutes cancel against those around attention. Scaling (yarn, llama3) is already
-in cos and sin. Exact. Runs after drop_batch_dim. Does not handle rotations written with complex numbers, nor
+Kinds: `halves` (neox) pairs feature i with i + R/2, `interleaved` (GPT-J) pairs 2i with 2i + 1; `partial` and
+`partial_interleaved` turn only the first R features and pass the rest. In the op, the pairing is an attribute and R
+is the width of cos. The permutes cancel against those around attention. Scaling needs no attribute: linear, llama3
+and yarn stand in the frequencies (the literal that cos is computed from), yarn's factor multiplies cos and sin.
+Exact. Runs after drop_batch_dim. Does not handle rotations written with complex numbers, nor
 halves that are rotated separately and joined afterwards (gpt-oss).
 """
 
@@ -132,6 +134,13 @@ RULES = (
         op(CAT, [_turned(_HEAD, _swapped_halves(_HEAD)), _TAIL]),
         _with(False),
         (_LAYOUT, _HALVES, _PARTIAL),
+        near=4,
+    ),
+    Rule(
+        "partial_interleaved",
+        op(CAT, [_turned(_HEAD, _swapped_pairs(_HEAD)), _TAIL]),
+        _with(True),
+        (_LAYOUT, _PAIRS, _PARTIAL),
         near=4,
     ),
     Rule("halves", _turned(_X, _swapped_halves(_X)), _with(False), (_LAYOUT, _HALVES, _WHOLE), near=4),

@@ -83,6 +83,44 @@ def test_experts_sum_the_chosen() -> None:
         torch.testing.assert_close(out[token], total, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_moe_is_router_and_experts(scoring: str) -> None:
+    """Scores, top two, weights over their sum times a factor, experts, and the shared expert's part."""
+    x, router, gate_up, down = torch.randn(5, 6), torch.randn(3, 6), torch.randn(3, 8, 6), torch.randn(3, 6, 4)
+    shared, logits = torch.randn(5, 6), x @ router.T
+    scores = logits.softmax(-1) if scoring == "softmax" else logits.sigmoid()
+    weights, ids = scores.topk(2, dim=-1)
+    weights = weights / weights.sum(-1, keepdim=True) * 2.5
+    routed = ref("experts", x=x, ids=ids, weights=weights, gate_up=gate_up, down=down, act="silu")
+    settings = {"top_k": 2, "act": "silu", "scoring": scoring, "renormalise": True, "scale": 2.5}
+    out = ref("moe", x=x, router=router, gate_up=gate_up, down=down, shared=shared, **settings)
+    torch.testing.assert_close(out, routed + shared)
+
+
+def test_moe_chooses_by_bias_within_groups() -> None:
+    """The bias decides who is chosen, not the weight; experts of a closed group are never chosen."""
+    x, gate_up, down = torch.randn(7, 6), torch.randn(4, 8, 6), torch.randn(4, 6, 4)
+    router, bias = torch.zeros(4, 6), torch.tensor([0.0, 9.0, 1.0, 8.0])
+    settings = {"top_k": 2, "act": "silu", "scoring": "sigmoid"}
+    base = {"x": x, "gate_up": gate_up, "down": down}
+    out = ref("moe", router=router, bias=bias, **base, **settings)
+    ids, weights = torch.tensor([[1, 3]]).expand(7, 2), torch.full((7, 2), 0.5)
+    torch.testing.assert_close(out, ref("experts", ids=ids, weights=weights, act="silu", **base))
+    ids = torch.tensor([[0, 1]]).expand(7, 2)
+    bias_of_groups = torch.tensor([0.0, 9.5, 1.0, 8.0])
+    out = ref("moe", router=router, bias=bias_of_groups, groups=2, top_groups=1, **base, **settings)
+    torch.testing.assert_close(out, ref("experts", ids=ids, weights=weights, act="silu", **base))
+
+
+@pytest.mark.parametrize("across", [False, True])
+def test_norm_and_rope_in_one(across: bool) -> None:
+    x, angle = torch.randn(5, 3, 8), torch.randn(5, 8)
+    cos, sin, weight = angle.cos(), angle.sin(), torch.randn(24 if across else 8)
+    normed = ref("rms_norm", x=x.flatten(-2) if across else x, weight=weight, eps=1e-5).reshape(x.shape)
+    out = ref("rms_norm_rope", x=x, cos=cos, sin=sin, weight=weight, eps=1e-5, across_heads=across)
+    assert torch.equal(out, ref("rope", x=normed, cos=cos, sin=sin))
+
+
 def test_small_ops() -> None:
     x, rows = torch.randn(5, 6), torch.tensor([4, 0, 0])
     assert torch.equal(ref("select_rows", x=x, rows=rows), x[rows])
@@ -90,4 +128,6 @@ def test_small_ops() -> None:
     assert torch.equal(ref("embedding", table=x, ids=rows), x[rows])
     expected = F.gelu(x, approximate="tanh") * (x + 1)
     assert torch.equal(ref("gated_act", gate=x, up=x + 1, act="gelu_tanh"), expected)
+    normed, total = ref("add_layer_norm", x=x, residual=x, eps=1e-5)
+    assert torch.equal(total, x + x) and torch.equal(normed, F.layer_norm(total, (6,), eps=1e-5))
     assert torch.equal(ref("layer_norm", x=x, eps=1e-5), F.layer_norm(x, (6,), eps=1e-5))

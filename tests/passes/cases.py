@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.passes import cases_folded, cases_fused
 from tests.passes.harness import Case, Refusal
 from treadle.passes.library.canonicalise import Canonicalise
 from treadle.passes.library.drop_batch_dim import DropBatchDim
@@ -143,6 +144,8 @@ def _gated(act: str, attrs: str = "") -> str:
 
 
 CASES = [
+    *cases_folded.CASES,
+    *cases_fused.CASES,
     Case(
         "canonicalise",
         Canonicalise(),
@@ -400,6 +403,8 @@ CASES = [
 ]
 
 REFUSALS = [
+    *cases_folded.REFUSALS,
+    *cases_fused.REFUSALS,
     Refusal(
         "a reshape that changes the shape stays",
         Canonicalise(),

@@ -22,7 +22,8 @@ from treadle.passes.split import SplitGraph, run_split
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 ARCHITECTURES = (
-    "llama mistral qwen2 qwen3 gemma2 gemma3 phi3 gpt2 olmo2 mixtral qwen3_moe".split()
+    "llama mistral qwen2 qwen3 gemma2 gemma3 phi3 gpt2 olmo2 mixtral qwen3_moe "
+    "gptj gpt_neox qwen2_moe deepseek_v3".split()
 )
 TOKENS = 11
 
@@ -125,7 +126,7 @@ def assert_same(wanted: torch.Tensor, given: torch.Tensor, *, exact: bool, dtype
 
 def match_counts(reports: list[PassReport]) -> dict[str, dict[str, int]]:
     """Counts by kind of the passes that name or join ops."""
-    wanted = ("raise_", "fuse_", "join_", "sink_", "select_")
+    wanted = ("raise_", "fuse_", "join_", "sink_", "select_", "fold_", "eliminate_no_ops")
     return {r.name: dict(sorted(r.counts.items())) for r in reports if r.name.startswith(wanted) and r.counts}
 
 

@@ -128,6 +128,6 @@ def test_windows_and_soft_caps_reach_the_steps() -> None:
 
 def test_operands_of_other_op_steps_are_named() -> None:
     """An op step that is neither attention nor select_rows says which operand each value is."""
-    step = next(step for step in program_steps(compiled("mixtral").unified) if step.op == "experts")
-    assert step.attrs["operands"] == ["x", "ids", "weights", "gate_up", "down"]
-    assert len(step.inputs) == 3 and len(step.params) == 2 and step.attrs["act"] == "silu"
+    step = next(step for step in program_steps(compiled("mixtral").unified) if step.op == "moe")
+    assert step.attrs["operands"] == ["x", "router", "gate_up", "down"]
+    assert len(step.inputs) == 1 and len(step.params) == 3 and step.attrs["act"] == "silu"
