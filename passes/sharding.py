@@ -157,7 +157,7 @@ def _reshape(region: Region, node: Node, shares: int) -> None:
 
 def _per_head(region: Region, node: Node, shares: int) -> None:
     source = next(node.inputs())
-    if len(shape(source)) != 3:
+    if len(shape(source)) != 3 or node.attrs.get("across_heads", False):
         raise CannotShard(node, f"{node.op} works over all features at once, which no rank has")
     _walk(region, node, source, shares)
 
@@ -185,6 +185,7 @@ _RULES: dict[str, Rule] = {
     "aten.reshape.default": _reshape,
     "rope": _per_head,
     "rms_norm": _per_head,
+    "rms_norm_rope": _per_head,
     "layer_norm": _per_head,
     "attention": _attention,
 }

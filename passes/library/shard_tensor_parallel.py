@@ -154,7 +154,10 @@ class _Job:
     # Experts
 
     def shard_experts(self) -> None:
-        for node in [node for node in self.graph.nodes if node.op == "experts"]:
+        for node in [node for node in self.graph.nodes if node.op in ("experts", "moe")]:
+            if node.operands.get("shared") is not None:
+                self.refused(CannotShard(node, "the shared expert's part would be summed once for each rank"))
+                continue
             weights = [node.operand(name) for name in ("gate_up", "down")]
             shared = [w for w in weights if not isinstance(w, Param) or len(self.users[w]) > 1]
             if shared or width(weights[0]) % (2 * self.world):  # type: ignore[arg-type]
