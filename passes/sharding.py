@@ -147,9 +147,9 @@ def _split(region: Region, node: Node, shares: int) -> None:
 def _reshape(region: Region, node: Node, shares: int) -> None:
     (source,) = node.inputs()
     before, after = shape(source), shape(node.result)
-    heads = min((before, after), key=lambda dims: dims[1] if len(dims) > 1 else 0)
     if {len(before), len(after)} != {2, 3} or before[0] != after[0]:
         raise CannotShard(node, "a reshape must join or cut heads: [T, H*D] and [T, H, D]")
+    heads = min((before, after), key=lambda dims: dims[1] if len(dims) > 1 else 0)
     _walk(region, node, source, shares)
     if heads[1] % shares:
         raise CannotShard(node, f"{heads[1]} heads are not a multiple of {shares}")
