@@ -28,16 +28,18 @@ def settle_passes(resolved: Resolved[CompileConfig]) -> Resolved[CompileConfig]:
 
     Raises ConfigError for passes that are unknown or cannot be ordered.
     """
-    from treadle.passes.pipeline import extra_passes, plan_pipeline
+    from treadle.passes.pipeline import PipelineOptions, extra_passes, plan_pipeline
 
-    options = pipeline_options(resolved.config)
-    plan_pipeline(options)
-    specs = tuple(step.spec() for step in extra_passes(options))
+    plan_pipeline(pipeline_options(resolved.config))
+    asked = PipelineOptions(extra_passes=resolved.config.extra_passes)  # without those of a quantization scheme
+    specs = tuple(step.spec() for step in extra_passes(asked))
     return Resolved(dataclasses.replace(resolved.config, extra_passes=specs), resolved.origins)
 
 
 def pipeline_options(config: CompileConfig) -> PipelineOptions:
     """What the pipeline needs to know of the settings."""
     from treadle.passes.pipeline import PipelineOptions
+    from treadle.passes.quant.schemes import scheme_passes
 
-    return PipelineOptions(level=config.level, without=config.disabled_passes, extra_passes=config.extra_passes)
+    extra = (*scheme_passes(config.quantization), *config.extra_passes)
+    return PipelineOptions(level=config.level, without=config.disabled_passes, extra_passes=extra)

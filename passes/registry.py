@@ -37,6 +37,11 @@ PASSES = Registry(
         "fuse_qkv": "treadle.passes.library.fuse_linears:FuseQkv",
         "fuse_gate_up": "treadle.passes.library.fuse_linears:FuseGateUp",
         "select_logit_rows": "treadle.passes.library.select_logit_rows:SelectLogitRows",
+        "quantize_weights": "treadle.passes.quant.quantize_weights:QuantizeWeights",
+        "quantize_activations": "treadle.passes.quant.quantize_activations:QuantizeActivations",
+        "fuse_rms_norm_quant": "treadle.passes.quant.fuse_quantize:FuseRmsNormQuant",
+        "fuse_add_rms_norm_quant": "treadle.passes.quant.fuse_quantize:FuseAddRmsNormQuant",
+        "fuse_gated_act_quant": "treadle.passes.quant.fuse_quantize:FuseGatedActQuant",
     },
 )
 

@@ -68,6 +68,9 @@ def compile(
     extra_pass: Annotated[
         list[str] | None, typer.Option("--pass", help="A pass to add, as NAME or 'NAME{opt=1}'; repeatable.")
     ] = None,
+    quantization: Annotated[
+        str | None, typer.Option(help="int8, int8_weight_only, fp8, fp8_weight_only, or a plugin's scheme.")
+    ] = None,
     store_weights: Annotated[
         bool | None, typer.Option("--store-weights/--no-store-weights", help="Write the transformed weights into the bundle (default: yes).")
     ] = None,
@@ -90,6 +93,7 @@ def compile(
         "exact_sizes": tuple(exact_size) if exact_size else None,
         "disabled_passes": tuple(disable_pass) if disable_pass else None,
         "extra_passes": tuple(extra_pass) if extra_pass else None,
+        "quantization": quantization,
         "store_weights": store_weights,
         "sign": str(sign) if sign else None,
         "force": force or None,

@@ -81,6 +81,7 @@ def op(
 def dialect() -> dict[str, Op]:
     """All ops of our own, by name."""
     import treadle.ir.ops.library  # noqa: F401  (registers the rows)
+    import treadle.ir.ops.quantization  # noqa: F401
 
     return dict(_DIALECT)
 
