@@ -1,7 +1,7 @@
 """How one operand is quantized: element type, what shares a scale, when the scale is known. No torch.
 
 Text form, in attributes and weight recipes: `quant(i8, per_channel)`, `quant(f8e4m3, per_token, dynamic)`,
-`quant(i8, per_group=32, scale=bf16)`.
+`quant(i8, dynamic, per_group=32, scale=bf16)`.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ class QuantKey:
     scale: str = "f32"
 
     def __post_init__(self) -> None:
-        for value, known in (
-            (self.element, tuple(ELEMENTS)), (self.granularity, GRANULARITIES), (self.scale, SCALES),
-        ):
+        choices = ((self.element, tuple(ELEMENTS)), (self.granularity, GRANULARITIES), (self.scale, SCALES))
+        for value, known in choices:
             if value not in known:
                 raise VerifyError(f"quant: {value!r} is not known; choose one of: {', '.join(known)}")
         if (self.granularity == "per_group") != (self.group > 0):
@@ -49,9 +48,10 @@ class QuantKey:
         return ELEMENTS[self.element]
 
     def __str__(self) -> str:
-        parts = [self.element, self.granularity + (f"={self.group}" if self.group else "")]
+        parts = [self.element, *([] if self.group else [self.granularity])]
         parts += ["dynamic"] if self.dynamic else []
         parts += [] if self.symmetric else ["asymmetric"]
+        parts += [f"per_group={self.group}"] if self.group else []
         parts += [] if self.scale == "f32" else [f"scale={self.scale}"]
         return f"quant({', '.join(parts)})"
 
