@@ -80,8 +80,8 @@ def op(
 
 def dialect() -> dict[str, Op]:
     """All ops of our own, by name."""
-    import treadle.ir.ops.library  # noqa: F401  (registers the rows)
-    import treadle.ir.ops.quantization  # noqa: F401
+    import treadle.ir.ops.library
+    import treadle.ir.ops.quantization  # noqa: F401  (both register rows)
 
     return dict(_DIALECT)
 
