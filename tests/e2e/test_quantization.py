@@ -60,10 +60,9 @@ def test_a_small_model_in_int8(tmp_path: Path, store: Path) -> None:
     assert len(quantized) == len([name for name in stored if name.endswith(".scale")]) > 0
     assert not any("lm_head" in name or "embed" in name for name in quantized)
     assert fused.manifest.options["quantization"] == "int8" and plain.manifest.options["quantization"] is None
-    found = {bundle: _logprobs(bundle) for bundle in ("plain", "fused", "unfused") for bundle in [tmp_path / f"{bundle}.bundle"]}
-    rows = list(found.values())
-    assert (rows[1] - rows[2]).abs().max() < 2e-2, "compiled and fused against eager and unfused"
-    assert 0 < (rows[0] - rows[1]).abs().max() < 0.5
+    full, compiled, eager = (_logprobs(tmp_path / f"{name}.bundle") for name in ("plain", "fused", "unfused"))
+    assert (compiled - eager).abs().max() < 2e-2, "compiled and fused against eager and unfused"
+    assert 0 < (full - compiled).abs().max() < 0.5
     assert unfused.manifest.options["extra_passes"] == list(scheme_passes("int8")[:2])
 
 
