@@ -5,7 +5,8 @@
 
 Changing: activations are rounded to 8 bits. An input that several linears read is quantized once. `scales` makes inputs
 static: `"*down_proj*=0.02"` gives the linears whose weight matches that scale for the whole tensor, through
-`quantize_static`. Does not handle experts, attention, nor linears whose weights are not quantized.
+`quantize_static`. `group` above 0 gives each run of so many values its own scale, which keeps outliers from the others;
+weights that match a pattern of `ignore` keep their input as it is. Does not handle experts, attention, nor linears whose weights are not quantized.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from treadle.ir.graph import Graph, Node, Value
 from treadle.ir.quant_key import QuantKey
 from treadle.ir.types import TensorType, tensor
 from treadle.ir.weights import Literal
-from treadle.passes.base import Pass, PassReport, Site, Tier
+from treadle.passes.base import NearMiss, Pass, PassReport, Site, Tier
 from treadle.passes.rewriter import Rewriter
 
 _Quantized = tuple[Value, Value, QuantKey]
@@ -30,6 +31,8 @@ class QuantizeActivations(Pass):
     """The element type is that of the weight, so that both sides of a product are alike."""
 
     scales: tuple[str, ...] = ()
+    group: int = 0
+    ignore: tuple[str, ...] = ()
 
     name: ClassVar[str] = "quantize_activations"
     tier: ClassVar[Tier] = "changing"
@@ -64,10 +67,13 @@ class QuantizeActivations(Pass):
                 continue
             x, weight = node.operand("x"), node.operand("weight")
             assert x is not None and weight is not None and isinstance(x.type, TensorType)
+            if problem := self._objection(weight.name, x.type):
+                report.near_misses.append(NearMiss.of(node, problem, 1))
+                continue
             scale = next((number for pattern, number in self._static() if fnmatchcase(weight.name, pattern)), None)
             place = (x, node.attrs["key"], scale)
             if place not in done:
-                done[place] = _quantize(rewriter.at(node), node, x, scale)
+                done[place] = _quantize(rewriter.at(node), node, x, scale, self.group)
             q, x_scale, key = done[place]
             call = rewriter.at(node).call(
                 "scaled_linear", q, x_scale, weight, node.operand("scale"), node.operand("bias"),
@@ -80,13 +86,20 @@ class QuantizeActivations(Pass):
         rewriter.apply(dead)
         return report
 
+    def _objection(self, weight: str, x: TensorType) -> str | None:
+        if pattern := next((p for p in self.ignore if fnmatchcase(weight, p)), None):
+            return f"the weight %{weight} matches {pattern!r} of ignore"
+        if self.group and int(x.shape[-1]) % self.group:  # type: ignore[arg-type]
+            return f"{x.shape[-1]} inputs do not divide into groups of {self.group}"
+        return None
 
-def _quantize(rewriter: Rewriter, node: Node, x: Value, scale: float | None) -> _Quantized:
+
+def _quantize(rewriter: Rewriter, node: Node, x: Value, scale: float | None, group: int) -> _Quantized:
     """The quantized input, its scale and key; new nodes go before `node`, the first to read it."""
     element, source = node.attrs["key"].element, node.source
     names = [f"{x.name}.quant", f"{x.name}.scale"]
     if scale is None:
-        key = QuantKey(element, "per_token", dynamic=True)
+        key = QuantKey(element, "per_group" if group else "per_token", group, dynamic=True)
         call = rewriter.call("quantize_dynamic", x, source=source, names=names, key=key)
         return call.results[0], call.results[1], key
     key = QuantKey(element, "per_tensor")

@@ -72,6 +72,7 @@ CASES = [
     Case("quantize_weights_fp8", QuantizeWeights(element="f8e4m3", ignore=("down*",)), {"linear": 1}, LINEARS),
     Case("quantize_weights_groups", QuantizeWeights(group=2), {"linear": 2}, LINEARS),
     Case("quantize_activations", QuantizeActivations(), {"dynamic": 2}, WEIGHT_ONLY),
+    Case("quantize_activations_groups", QuantizeActivations(group=4, ignore=("b*",)), {"dynamic": 1}, WEIGHT_ONLY),
     Case("quantize_activations_static", QuantizeActivations(scales=("b*=0.03",)), {"dynamic": 1, "static": 1}, WEIGHT_ONLY),
     Case("fuse_rms_norm_quant", FuseRmsNormQuant(), {"rms_norm_quant": 1}, _graph(NORM + "  return %q, %s")),
     Case(
@@ -95,6 +96,7 @@ REFUSALS = [
     Refusal("an ignored name", QuantizeWeights(ignore=("*.weight",)), "matches '*.weight' of ignore", LINEARS),
     Refusal("odd groups", QuantizeWeights(group=5), "do not divide into groups of 5", LINEARS),
     Refusal("weights in full", QuantizeActivations(), "", LINEARS),
+    Refusal("odd groups of inputs", QuantizeActivations(group=3), "do not divide into groups of 3", WEIGHT_ONLY),
     Refusal("a norm read twice", FuseRmsNormQuant(), "%y is read unquantized too", _graph(NORM + "  return %q, %s, %y")),
     Refusal("a sum's norm read twice", FuseAddRmsNormQuant(), "%y is read", _graph(ADD_NORM + "  return %q, %s, %y")),
     Refusal("a product read twice", FuseGatedActQuant(), "%y is read", _graph(GATED + "  return %q, %s, %y")),
