@@ -54,7 +54,7 @@ def test_a_small_model_in_int8(tmp_path: Path, store: Path) -> None:
     save_tiny(tmp_path / "model")
     plain = _compiled(tmp_path, store, "plain", backend="eager")
     fused = _compiled(tmp_path, store, "fused", quantization="int8")
-    unfused = _compiled(tmp_path, store, "unfused", backend="eager", extra_passes=scheme_passes("int8")[:2])
+    _compiled(tmp_path, store, "unfused", backend="eager", extra_passes=scheme_passes("int8")[:2])
     stored = {entry.name: entry.dtype for entry in fused.manifest.weights.tensors}
     quantized = [name for name, dtype in stored.items() if dtype == "i8"]
     assert len(quantized) == len([name for name in stored if name.endswith(".scale")]) > 0
@@ -63,7 +63,6 @@ def test_a_small_model_in_int8(tmp_path: Path, store: Path) -> None:
     full, compiled, eager = (_logprobs(tmp_path / f"{name}.bundle") for name in ("plain", "fused", "unfused"))
     assert (compiled - eager).abs().max() < 2e-2, "compiled and fused against eager and unfused"
     assert 0 < (full - compiled).abs().max() < 0.5
-    assert unfused.manifest.options["extra_passes"] == list(scheme_passes("int8")[:2])
 
 
 def _logprobs(bundle: Path) -> torch.Tensor:
