@@ -31,24 +31,25 @@ def settle_passes(resolved: Resolved[CompileConfig]) -> Resolved[CompileConfig]:
     a pass, op or backend of treadle's own.
     """
     from treadle.ir.ops.registry import plugin_ops
-    from treadle.passes.pipeline import extra_passes, plan_pipeline
+    from treadle.passes.pipeline import PipelineOptions, extra_passes, plan_pipeline
     from treadle.passes.registry import PASSES
 
     for names in (PASSES.names, BACKENDS.names, plugin_ops):
         names()  # looks up what plugins offer, and so finds a clash
-    options = pipeline_options(resolved.config)
-    plan_pipeline(options)
-    specs = tuple(step.spec() for step in extra_passes(options))
+    plan_pipeline(pipeline_options(resolved.config))
+    asked = PipelineOptions(extra_passes=resolved.config.extra_passes)  # without those of a quantization scheme
+    specs = tuple(step.spec() for step in extra_passes(asked))
     return Resolved(dataclasses.replace(resolved.config, extra_passes=specs), resolved.origins)
 
 
 def pipeline_options(config: CompileConfig) -> PipelineOptions:
     """What the pipeline needs to know of the settings."""
     from treadle.passes.pipeline import PipelineOptions
+    from treadle.passes.quant.schemes import scheme_passes
 
     return PipelineOptions(
         level=config.level,
         without=config.disabled_passes,
-        extra_passes=config.extra_passes,
+        extra_passes=(*scheme_passes(config.quantization), *config.extra_passes),
         tensor_parallel=config.tensor_parallel_size,
     )

@@ -37,6 +37,7 @@ class CompileConfig:
     tensor_parallel_size: int = option(1, role=KEY, doc="ranks the model is cut over; each gets weights of its own")
     disabled_passes: tuple[str, ...] = option((), role=KEY, doc="passes to leave out")
     extra_passes: tuple[str, ...] = option((), role=KEY, doc="passes to add to the pipeline, each as name or name{opt=1}")
+    quantization: str | None = option(None, role=KEY, doc="int8, int8_weight_only, fp8, fp8_weight_only or a plugin's scheme; none: as the checkpoint is")
     max_model_len: int | None = option(None, role=RUNTIME, doc="longest request in tokens; none: what the model states")
     compiler: str | None = option(None, role=RUNTIME, doc="C++ compiler to call; none: g++. Its version enters the key")
     store_weights: bool = option(True, role=RUNTIME, doc="write transformed weights into the bundle")

@@ -30,7 +30,7 @@ from treadle.ir.errors import ArtifactError
 from treadle.ir.hashing import structural_hash
 from treadle.ir.text import parse_graph
 
-_RETRACED = ("dtype", "level", "disabled_passes", "extra_passes")
+_RETRACED = ("dtype", "level", "disabled_passes", "extra_passes", "quantization", "tensor_parallel_size")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,7 @@ import sympy
 from treadle.ir.errors import VerifyError
 from treadle.ir.graph import Graph, Node, Operand, Param, Source, Value
 from treadle.ir.ops.registry import get_op
+from treadle.ir.quant_key import QuantKey, quant_key_of
 from treadle.ir.repeat_text import expand_lines
 from treadle.ir.types import DTYPES, DType, StateType, T, TensorType, Type, tensor
 from treadle.ir.weights import parse_recipe
@@ -65,7 +66,7 @@ def _operand_text(operand: Operand) -> str:
 
 def attr_text(attr: Any) -> str:
     """An attribute as it stands in the text form."""
-    if isinstance(attr, DType | sympy.Expr):
+    if isinstance(attr, DType | sympy.Expr | QuantKey):
         return str(attr)
     if isinstance(attr, list | tuple):
         return f"[{', '.join(map(attr_text, attr))}]"
@@ -151,6 +152,8 @@ def _read(tree: ast.expr, values: dict[str, Value]) -> Any:
     match tree:
         case ast.Call(func=ast.Name(id="_ref"), args=[ast.Constant(value=str(name))]):
             return values[name]
+        case ast.Call(func=ast.Name(id="quant"), args=[_, *_]):
+            return quant_key_of(tree)
         case ast.List(elts=items):
             return [_read(item, values) for item in items]
         case ast.Constant(value=value):

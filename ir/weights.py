@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
-from treadle.ir.errors import ModelError
+from treadle.ir.errors import ModelError, VerifyError
+from treadle.ir.quant_key import QuantKey, quant_key_of
+from treadle.ir.quantize import quantize_with, scale_of
 from treadle.ir.types import DTYPES, DType
 
 Read = Callable[[str], torch.Tensor]
@@ -240,6 +242,29 @@ def bind_rank(recipe: Recipe, rank: int) -> Recipe:
 
 
 @dataclass(frozen=True)
+class Quantize(Recipe):
+    """The tensor quantized as `key` says, with the scale that `quantization_scale` of the same gives."""
+
+    of: Recipe
+    key: QuantKey
+
+    def evaluate(self, read: Read) -> torch.Tensor:
+        value = self.of.evaluate(read)
+        return quantize_with(value, scale_of(value, self.key), self.key)
+
+
+@dataclass(frozen=True)
+class QuantizationScale(Recipe):
+    """The scale of the tensor: [N, 1] per channel, [N, K / group] per group, [1, 1] per tensor."""
+
+    of: Recipe
+    key: QuantKey
+
+    def evaluate(self, read: Read) -> torch.Tensor:
+        return scale_of(self.of.evaluate(read), self.key)
+
+
+@dataclass(frozen=True)
 class Argument(Recipe):
     """A parameter of a piece that several calls share: the weight that the caller passes in this position."""
 
@@ -263,6 +288,8 @@ _NAMES: dict[type[Recipe], str] = {
     Shard: "shard",
     OnFirstRank: "on_first_rank",
     RankOffset: "rank_offset",
+    Quantize: "quantize",
+    QuantizationScale: "quantization_scale",
     Argument: "argument",
 }
 _CLASSES = {name: cls for cls, name in _NAMES.items()}
@@ -284,7 +311,7 @@ def _argument_text(recipe: Recipe) -> Iterator[str]:
             yield str(value)
         elif isinstance(value, tuple) and value and isinstance(value[0], Recipe):
             yield f"[{', '.join(map(str, value))}]"
-        elif isinstance(value, DType):
+        elif isinstance(value, DType | QuantKey):
             yield f"{item.name}={value}"
         elif isinstance(value, str):
             yield '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
@@ -296,13 +323,15 @@ def parse_recipe(text: str) -> Recipe:
     """Reads the text form back. Raises ModelError that shows the text for anything else."""
     try:
         return recipe_of(ast.parse(text.strip(), mode="eval").body)
-    except SyntaxError as error:
-        raise ModelError(f"weight recipe cannot be read: {text!r}: {error.msg}") from error
+    except (SyntaxError, VerifyError) as error:
+        raise ModelError(f"weight recipe cannot be read: {text!r}: {error}") from error
 
 
 def recipe_of(tree: ast.expr) -> Any:
     """A recipe, or a literal argument of one, from its syntax tree."""
     match tree:
+        case ast.Call(func=ast.Name(id="quant")):
+            return quant_key_of(tree)
         case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords):
             if name not in _CLASSES:
                 raise ModelError(f"unknown weight recipe {name!r}; known: {', '.join(sorted(_CLASSES))}")

@@ -44,6 +44,11 @@ PASSES = Registry(
         "select_logit_rows": "treadle.passes.library.select_logit_rows:SelectLogitRows",
         "shard_tensor_parallel": "treadle.passes.library.shard_tensor_parallel:ShardTensorParallel",
         "fuse_all_reduce_rms_norm": "treadle.passes.library.fuse_all_reduce_rms_norm:FuseAllReduceRmsNorm",
+        "quantize_weights": "treadle.passes.quant.quantize_weights:QuantizeWeights",
+        "quantize_activations": "treadle.passes.quant.quantize_activations:QuantizeActivations",
+        "fuse_rms_norm_quant": "treadle.passes.quant.fuse_quantize:FuseRmsNormQuant",
+        "fuse_add_rms_norm_quant": "treadle.passes.quant.fuse_quantize:FuseAddRmsNormQuant",
+        "fuse_gated_act_quant": "treadle.passes.quant.fuse_quantize:FuseGatedActQuant",
     },
     group="treadle.passes",
 )

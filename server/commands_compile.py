@@ -69,6 +69,9 @@ def compile(
         list[str] | None, typer.Option("--pass", help="A pass to add, as NAME or 'NAME{opt=1}'; repeatable. See `treadle passes`.")
     ] = None,
     tensor_parallel_size: Annotated[int | None, typer.Option(help="Ranks to cut the model over; default 1.")] = None,
+    quantization: Annotated[
+        str | None, typer.Option(help="int8, int8_weight_only, fp8, fp8_weight_only, or a plugin's scheme.")
+    ] = None,
     store_weights: Annotated[
         bool | None, typer.Option("--store-weights/--no-store-weights", help="Write the transformed weights into the bundle (default: yes).")
     ] = None,
@@ -92,6 +95,7 @@ def compile(
         "disabled_passes": tuple(disable_pass) if disable_pass else None,
         "extra_passes": tuple(extra_pass) if extra_pass else None,
         "tensor_parallel_size": tensor_parallel_size,
+        "quantization": quantization,
         "store_weights": store_weights,
         "sign": str(sign) if sign else None,
         "force": force or None,

@@ -103,7 +103,8 @@ def plugin_ops() -> dict[str, Plugin]:
 
 def _load_library() -> None:
     import treadle.ir.ops.collectives
-    import treadle.ir.ops.library  # noqa: F401  (both register their rows)
+    import treadle.ir.ops.library
+    import treadle.ir.ops.quantization  # noqa: F401  (all register their rows)
 
 
 def _load_plugin_op(plugin: Plugin) -> Op:

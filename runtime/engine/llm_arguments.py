@@ -26,7 +26,6 @@ WITHOUT_EFFECT = {
     "load_format": ("auto",),
     "skip_tokenizer_init": (False,),
     "trust_remote_code": (False,),
-    "quantization": (None,),
     "pipeline_parallel_size": (1,),
     "data_parallel_size": (1,),
     "enable_lora": (False,),

@@ -180,7 +180,7 @@ def test_arguments_have_vllms_names():
          "tokenizer_mode": "auto", "load_format": "auto", "revision": None}
     )
     assert engine == {"num_blocks": 9} and compiling == {"level": 0, "dtype": "auto", "tensor_parallel_size": 1}
-    for name, value in (("pipeline_parallel_size", 2), ("quantization", "awq"), ("trust_remote_code", True)):
+    for name, value in (("pipeline_parallel_size", 2), ("trust_remote_code", True)):
         with pytest.raises(ConfigError, match=f"{name}=.*not available in this version"):
             split_arguments({name: value})
     with pytest.raises(ConfigError, match=r"no argument 'max_num_seq'.*max_num_seqs"):
