@@ -45,6 +45,7 @@ SCHEMES = Registry(
         "fp8": "treadle.passes.quant.schemes:FP8",
         "fp8_weight_only": "treadle.passes.quant.schemes:FP8_WEIGHT_ONLY",
     },
+    group="treadle.quantization_schemes",
 )
 
 
