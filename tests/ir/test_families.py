@@ -21,6 +21,8 @@ from treadle.ir.trace import trace, unused_tensors
 from treadle.ir.types import StateType
 from treadle.ir.verify import verify
 
+pytestmark = pytest.mark.slow
+
 
 @dataclass
 class Traced:

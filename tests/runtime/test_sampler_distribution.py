@@ -13,6 +13,8 @@ from treadle.runtime.sampling.batch import SamplingBatch
 from treadle.runtime.sampling.sampler import Sampler
 from treadle.runtime.sampling_params import SamplingParams
 
+pytestmark = pytest.mark.slow
+
 VOCAB, DRAWS = 40, 3000
 PROMPT, OUTPUT = [1, 2, 3, 4], [3, 5, 5, 9]
 LOGITS = np.random.default_rng(12).normal(0, 1.5, VOCAB).astype(np.float32)
