@@ -51,7 +51,7 @@ unit: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow and not exhaustive"
 
 slow: install
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "slow and not exhaustive"
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --durations=15 -m "slow and not exhaustive"
 
 # Long proofs too: real-model quantization, many architectures and processes.
 test-all: test

@@ -83,7 +83,7 @@ def test_times_count_as_often_as_the_program_calls_a_piece() -> None:
     assert choice.times[0].with_pass == 2 * costs["layer"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_what_is_left_out_is_left_out_of_the_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Promise 8: the program, the settings and the report agree, and the choice says who made it."""
 

@@ -84,7 +84,7 @@ def test_a_third_backend_needs_two_rows_and_nothing_else(toy: None, tmp_path: Pa
 
 
 @pytest.mark.skipif(find_spec("tvm") is None, reason="needs TVM: pip install 'treadle[tvm]'")
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_model_answers_as_transformers_and_the_eager_backend(tmp_path: Path, store: Path) -> None:
     """Issue 3: a second backend through the same seam, from compile to greedy tokens; its artifacts are found again."""
     model = save_model("llama", tmp_path / "model")

@@ -15,7 +15,7 @@ from treadle.codegen.bundle import Bundle, open_bundle
 from treadle.ir.errors import ConfigError
 from treadle.passes.quant.schemes import SCHEMES, scheme_passes
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 
 WITHIN = 1.02
 PROMPT = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"

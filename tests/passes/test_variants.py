@@ -26,7 +26,7 @@ EXPECTED = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", VARIANTS)
 def test_tokens_equal_transformers(name: str) -> None:
     """Prompts beyond the original context of scaled rotations; logits within 1e-4, every row's best token equal."""
