@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treadle.codegen.backends import Backend, make_backend
+from treadle.codegen.bundle import is_bundle
 from treadle.codegen.choose_passes import pipeline_options, settle_passes, with_passes
 from treadle.codegen.compile_natives import compile_natives
 from treadle.codegen.compile_pieces import CompiledPiece, KeyContext, compile_pieces, default_jobs
@@ -31,7 +32,7 @@ from treadle.codegen.toolchain import toolchain, treadle_version
 from treadle.codegen.used_plugins import key_pairs, used_plugins
 from treadle.codegen.write_bundle import check_destination, writing_bundle
 from treadle.ir.config import Resolved
-from treadle.ir.errors import ConfigError
+from treadle.ir.errors import BundleError, ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -62,6 +63,8 @@ def compile(
     the pipeline, as `name{opt=1}`: it is the setting `extra_passes`. `settings` are the fields of CompileConfig. Raises ConfigError, ModelError, TraceError, ArtifactError or BundleError; then nothing is
     left at `output`, and what was compiled stays in the store.
     """
+    if isinstance(model, str | Path) and str(model) and is_bundle(model):
+        raise BundleError(f"{model} is a bundle, which is compiled already: `treadle serve {model}` runs it")
     resolved = settle_passes(resolve_compile(with_passes(settings, passes)))
     target = resolve_target(resolved.config.target)
     destination = Path(output) if output is not None else Path(default_output(model))

@@ -87,7 +87,7 @@ def _changed(bundle: Bundle, changes: Mapping[str, Any]) -> CompileConfig:
     if "level" in changes and "backend" not in changes:
         del recorded["backend"]
     resolved = resolve_compile({**recorded, **changes})
-    return (settle_passes(resolved) if "extra_passes" in changes else resolved).config
+    return (settle_passes(resolved) if {"extra_passes", "disabled_passes"} & set(changes) else resolved).config
 
 
 def _notes(changes: Mapping[str, Any]) -> list[str]:

@@ -110,15 +110,27 @@ def writing_bundle(destination: Path, *, force: bool = False) -> Iterator[Bundle
 
 
 def check_destination(destination: Path, *, force: bool) -> None:
-    """Raises BundleError unless a bundle may be written to `destination`."""
-    if destination.is_symlink() or (destination.exists() and not destination.is_dir()):
+    """Raises BundleError unless a bundle may be written to `destination`: free or a bundle, in a place that can be written."""
+    if destination.is_symlink():
+        raise BundleError(f"{destination} is a symbolic link, which is not followed; give --output the folder itself")
+    if destination.exists() and not destination.is_dir():
         raise BundleError(f"{destination} exists and is not a folder; choose another --output")
+    _check_writable(destination)
     if not destination.exists() or not any(destination.iterdir()):
         return
     if not is_bundle(destination):
         raise BundleError(f"{destination} holds something that is not a bundle; choose another --output")
     if not force:
         raise BundleError(f"{destination} already holds a bundle; replace it with --force or choose another --output")
+
+
+def _check_writable(destination: Path) -> None:
+    """The folder that will hold the bundle, or the nearest one above it that exists, must take new entries."""
+    above = next(parent for parent in Path(os.path.abspath(destination)).parents if os.path.lexists(parent))
+    if not above.is_dir():
+        raise BundleError(f"cannot write {destination}: {above} is not a folder; choose another --output")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise BundleError(f"cannot write {destination}: no permission to write into {above}; choose another --output")
 
 
 def _put_in_place(folder: Path, destination: Path, force: bool) -> None:

@@ -113,6 +113,8 @@ def open_source(model: str | Path | torch.nn.Module) -> ModelSource:
         from treadle.ir.sources.module import ModuleSource
 
         return ModuleSource(model)
+    if not str(model):
+        raise ModelError("the model's name is empty: give a folder, a .gguf file or an alias")
     path = _aliased(model) if isinstance(model, str) and model in ALIASES else Path(model).expanduser()
     if path.is_dir():
         from treadle.ir.sources.hf_folder import FolderSource

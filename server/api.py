@@ -75,7 +75,7 @@ def _add_token_routes(app: FastAPI, state: ServerState) -> None:
     async def detokenize(request: Request) -> Response:
         body = await read_body(request, DetokenizeBody, state.config)
         state.check_model(body.model)
-        ids = checked_ids(body.tokens, "tokens", state.vocab_size)
+        ids = checked_ids(body.tokens, "tokens", state.vocab_size, "tokens")
         return JsonResponse({"prompt": state.renderer.decode(ids, skip_special_tokens=body.skip_special_tokens)})
 
 

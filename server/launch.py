@@ -31,11 +31,14 @@ def listen(config: ServerConfig) -> socket.socket:
         family, kind, proto, _, address = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
+    except OSError as error:
+        raise ConfigError(f"cannot listen on host {config.host!r}: {error.strerror}; choose another --host") from error
+    try:
         listener = socket.socket(family, kind, proto)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:
-        raise ConfigError(f"cannot listen on {config.host}:{config.port}: {error.strerror}; choose another --port") from error
+        raise ConfigError(f"cannot listen on {config.host}:{config.port}: {error.strerror}; choose another --port or --host") from error
     listener.set_inheritable(False)
     return listener
 

@@ -64,13 +64,13 @@ async def encoded(text: str, where: str, add_special_tokens: bool, state: Server
         raise _refusal(error, where) from error
 
 
-def checked_ids(ids: list[Any], where: str, vocab_size: int) -> list[int]:
-    """Returns `ids` if each is an id of the vocabulary; raises a 400 that names the first that is not."""
+def checked_ids(ids: list[Any], where: str, vocab_size: int, param: str = "prompt") -> list[int]:
+    """Returns `ids` if each is an id of the vocabulary; raises a 400 on `param` that names the first that is not."""
     for place, token in enumerate(ids):
         if not isinstance(token, int) or isinstance(token, bool):
-            raise bad_request(f"{where}[{place}] should be a token id, not {type(token).__name__}", "prompt")
+            raise bad_request(f"{where}[{place}] should be a token id, not {type(token).__name__}", param)
         if not 0 <= token < vocab_size:
-            raise bad_request(f"{where}[{place}]={token} is no token id; they go from 0 to {vocab_size - 1}", "prompt")
+            raise bad_request(f"{where}[{place}]={token} is no token id; they go from 0 to {vocab_size - 1}", param)
     return ids
 
 

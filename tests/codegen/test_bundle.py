@@ -257,6 +257,11 @@ def test_nothing_is_replaced_without_force_and_only_bundles_with_it(make_bundle:
     (tmp_path / "file").write_text("x")
     with pytest.raises(BundleError, match="not a folder"):
         make_bundle("file", force=True)
+    (tmp_path / "link").symlink_to(root)
+    with pytest.raises(BundleError, match="symbolic link"):
+        make_bundle("link", force=True)
+    with pytest.raises(BundleError, match=r"file is not a folder; choose another --output"):
+        make_bundle("file/x.bundle")
     assert [path.name for path in tmp_path.iterdir() if "writing" in path.name] == []
 
 

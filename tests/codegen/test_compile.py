@@ -72,6 +72,15 @@ def fresh(store: Path, bundle: Bundle, tmp_path: Path) -> Path:
     return tmp_path / "store"
 
 
+def test_a_bundle_is_no_model(tmp_path: Path) -> None:
+    """Compiling a bundle, or nothing, says so at once."""
+    (tmp_path / "manifest.json").write_text('{"schema": 1}')
+    with pytest.raises(BundleError, match=r"is compiled already: `treadle serve"):
+        compile_model(tmp_path)
+    with pytest.raises(ModelError, match="name is empty"):
+        compile_model("", tmp_path / "out.bundle", store=tmp_path / "store", level=0)
+
+
 def test_a_bundle_says_what_it_is(bundle: Bundle) -> None:
     manifest = bundle.manifest
     bundle.verify()

@@ -150,7 +150,7 @@ def test_an_answer_carries_the_callers_request_id(http: httpx.Client) -> None:
 @pytest.mark.parametrize("tokens", [[-1], [2**31], [10**30], [1.5], [True], [{}], 7, None])
 def test_bad_ids_are_refused(http: httpx.Client, tokens: Any) -> None:
     """Ids outside the vocabulary, or no ids, name the field."""
-    refused(http.post("/detokenize", json={"tokens": tokens}), 400, "tokens")
+    refused(http.post("/detokenize", json={"tokens": tokens}), 400, "tokens", param="tokens")
     refused(complete(http, prompt=tokens), 400, "prompt", param="prompt")
 
 

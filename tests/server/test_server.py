@@ -343,3 +343,5 @@ def test_server_config_checks_itself() -> None:
         taken.listen()
         with pytest.raises(ConfigError, match=r"cannot listen on 127.0.0.1"):
             listen(ServerConfig(port=taken.getsockname()[1]))
+    with pytest.raises(ConfigError, match="choose another --host"):
+        listen(ServerConfig(host="no such host", port=0))
