@@ -14,7 +14,7 @@ from treadle.codegen.bundle import Bundle
 from treadle.codegen.counters import COUNTERS
 from treadle.codegen.manifest import PieceEntry
 from treadle.codegen.ranges import RangeTable, TokenRange
-from treadle.codegen.torch_private import load_package
+from treadle.codegen.torch_private import NativePiece, load_package, open_native
 from treadle.ir.errors import ArtifactError
 from treadle.ir.registry import Registry
 
@@ -43,9 +43,24 @@ def load_artifact(path: Path, format_: str) -> Artifact:
     return artifact
 
 
+class AotiPackage:
+    """An AOTInductor package: a call from Python, and on demand what C needs to call it."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._run = load_package(path).boxed_run
+
+    def __call__(self, arguments: Tensors) -> Sequence[torch.Tensor]:
+        return self._run(arguments)
+
+    def native(self) -> NativePiece:
+        """The package for a caller without the interpreter. Raises ArtifactError if it cannot run there."""
+        return open_native(self._path)
+
+
 def load_aoti(path: Path) -> Artifact:
     """An AOTInductor package."""
-    return load_package(path).boxed_run
+    return AotiPackage(path)
 
 
 def load_ir(path: Path) -> Artifact:
@@ -89,16 +104,30 @@ class RangeDispatch:
             )
         self.name = name
         self.table: RangeTable[Artifact] = RangeTable(name, artifacts)
-        self._tokens_from = tokens_from
+        self.tokens_from = tokens_from
         self._only = next(iter(artifacts.values())) if tokens_from is None else None
 
     def __call__(self, arguments: Tensors) -> Sequence[torch.Tensor]:
         """Runs the piece on inputs, then params. Raises ArtifactError for a token count in no range."""
         if self._only is not None:
             return self._only(arguments)
-        assert self._tokens_from is not None
-        position, axis = self._tokens_from
+        assert self.tokens_from is not None
+        position, axis = self.tokens_from
         return self.table.lookup(arguments[position].shape[axis])(arguments)
+
+
+    def native(self) -> list[tuple[TokenRange, NativePiece]]:
+        """Every artifact for a caller without the interpreter, in the order in which they are tried.
+
+        Raises ArtifactError, which says why, if one of them is code that only Python can call.
+        """
+        found = []
+        for token_range, artifact in self.table.items():
+            native = getattr(artifact, "native", None)
+            if native is None:
+                raise ArtifactError(f"piece {self.name} is called through Python")
+            found.append((token_range, native()))
+        return found
 
 
 def load_piece(bundle: Bundle, entry: PieceEntry) -> RangeDispatch:

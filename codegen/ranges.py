@@ -56,6 +56,11 @@ class RangeTable(Generic[R]):
         self._intervals = sorted(intervals, key=lambda item: (item[0].end - item[0].start, item[0]))
         self.ranges = [*(TokenRange(size, size) for size in sorted(self._exact)), *(key for key, _ in self._intervals)]
 
+    def items(self) -> list[tuple[TokenRange, R]]:
+        """Every entry in the order of preference."""
+        exact = [(TokenRange(size, size), self._exact[size]) for size in sorted(self._exact)]
+        return [*exact, *self._intervals]
+
     def lookup(self, tokens: int) -> R:
         """What serves `tokens`. Raises ArtifactError naming the size and the ranges if nothing does."""
         if tokens in self._exact:

@@ -5,8 +5,12 @@ Nothing is imported at the top: loading a package needs only `torch._C`, compili
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import ctypes
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -145,6 +149,64 @@ def load_package(path: Path) -> Any:
 def boxed_run(loader: Any, inputs: list[Any]) -> Sequence[Any]:
     """Runs a loaded package; the list of inputs is emptied."""
     return loader.boxed_run(inputs)
+
+
+@dataclass(frozen=True)
+class NativePiece:
+    """A piece as C sees it: `run(container, inputs, ...)` as AOTInductorModelContainerRunSingleThreaded. Closed with the object."""
+
+    container: int
+    run: int
+    close: Callable[[], object]
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def open_native(path: Path) -> NativePiece:
+    """The shared library inside a package, opened beside torch's loader. Raises ArtifactError if C alone cannot run it."""
+    with zipfile.ZipFile(path) as package:
+        names = [name for name in package.namelist() if f"/aotinductor/{MODEL_NAME}/" in name]
+        if any(name.endswith(".json") and not name.endswith("_metadata.json") for name in names):
+            raise ArtifactError(f"{path.name} calls ops through torch's dispatcher")
+        code = package.read(next(name for name in names if name.endswith(".so")))
+    with tempfile.NamedTemporaryFile(prefix="treadle-piece-", suffix=".so") as file:
+        file.write(code)
+        file.flush()
+        library = ctypes.CDLL(file.name)
+    container = ctypes.c_void_p()
+    if library.AOTInductorModelContainerCreateWithDevice(ctypes.byref(container), ctypes.c_size_t(1), b"cpu", None):
+        raise ArtifactError(f"torch cannot make a container of {path.name}; compile the bundle again")
+    run = ctypes.cast(library.AOTInductorModelContainerRunSingleThreaded, ctypes.c_void_p).value
+    assert container.value and run
+    return NativePiece(container.value, run, lambda: library.AOTInductorModelContainerDelete(container))
+
+
+def shim_address(name: str) -> int:
+    """The address of a function of torch's C shim. Raises ArtifactError if this torch has it not."""
+    import torch
+
+    shim = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+    try:
+        address = ctypes.cast(shim[name], ctypes.c_void_p).value
+    except AttributeError as error:
+        raise ArtifactError(f"torch {torch.__version__} has no {name}, which launch plans need") from error
+    assert address
+    return address
+
+
+def tensor_handle(tensor: Any) -> int:
+    """A new handle of a tensor for torch's C shim; whoever gets it deletes it or passes it on."""
+    get = ctypes.pythonapi.PyCapsule_GetPointer
+    get.argtypes, get.restype = [ctypes.py_object, ctypes.c_char_p], ctypes.c_void_p
+    return get(private("torch._C._aoti", "unsafe_alloc_void_ptr_from_tensor")(tensor), None)
+
+
+def take_tensor(handle: int) -> Any:
+    """The tensor of a handle, which is taken over."""
+    capsule = ctypes.pythonapi.PyCapsule_New
+    capsule.argtypes, capsule.restype = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p], ctypes.py_object
+    return private("torch._C._aoti", "alloc_tensor_by_stealing_from_void_ptr")(capsule(handle, None, None))
 
 
 def _has(config: Any, dotted: str) -> bool:

@@ -91,7 +91,6 @@ class NativeSource:
         }
 
 
-NATIVE_SOURCES = Registry("native library", {"cpu_attention": "treadle.kernels.native:CPU_ATTENTION"}, group="treadle.kernels", prefix="native.")
 CPU_ATTENTION = NativeSource(
     name="cpu_attention",
     headers=("abi.h", "vector.h", "paged_attention.h"),
@@ -102,9 +101,15 @@ CPU_ATTENTION = NativeSource(
         TranslationUnit(file="attention_avx512.cpp", flags={"x86_64": _AVX512}, only=("x86_64",)),
     ),
 )
+LAUNCH_PLAN = NativeSource(
+    name="launch_plan", headers=("abi.h", "launch_plan.h"), units=(TranslationUnit(file="launch_plan.cpp"),)
+)
 NATIVE_SOURCES = Registry(
     "native library",
-    {"cpu_attention": "treadle.kernels.native:CPU_ATTENTION"},
+    {
+        "cpu_attention": "treadle.kernels.native:CPU_ATTENTION",
+        "launch_plan": "treadle.kernels.native:LAUNCH_PLAN",
+    },
     group="treadle.kernels",
     prefix="native.",
 )

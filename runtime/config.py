@@ -7,6 +7,7 @@ from typing import Any
 
 from treadle.ir.config import RUNTIME, option
 from treadle.ir.errors import ConfigError
+from treadle.runtime.dispatch import AUTO, GRAPH_SETTINGS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +53,12 @@ class EngineConfig:
         False, role=RUNTIME, doc="allocate sliding-window layers like full attention"
     )
     attention_backend: str = option("auto", role=RUNTIME, doc="an attention backend, or 'auto' for the first that fits")
+    graph_mode: str = option(
+        AUTO,
+        role=RUNTIME,
+        doc="how much of a step runs without Python; 'auto': the most that the model can do",
+        choices=(AUTO, *GRAPH_SETTINGS),
+    )
     num_threads: int | None = option(None, role=RUNTIME, doc="compute threads; default: the processors allowed to us")
     seed: int = option(0, role=RUNTIME, doc="seed of requests that bring none")
     generation_config: str = option(

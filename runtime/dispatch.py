@@ -19,6 +19,19 @@ class GraphMode(IntEnum):
     FULL = 2
 
 
+GRAPH_SETTINGS: dict[str, tuple[GraphMode, GraphMode]] = {
+    "none": (GraphMode.NONE, GraphMode.NONE),
+    "piecewise": (GraphMode.PIECEWISE, GraphMode.PIECEWISE),
+    "full": (GraphMode.FULL, GraphMode.FULL),
+    "full_decode_only": (GraphMode.FULL, GraphMode.NONE),
+    "full_and_piecewise": (GraphMode.FULL, GraphMode.PIECEWISE),
+}
+"""Setting -> (mode of decode steps, mode of all others)."""
+
+AUTO = "auto"
+"""The most that the model can do."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class BatchDescriptor:
     """The shape of a step. `num_reqs` is None where it does not matter; `uniform`: all requests have equally many tokens."""
@@ -36,10 +49,22 @@ class BatchDescriptor:
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """The most that the engine can run, and what lowered it, if anything did."""
+    """The best mode for a decode step and for any other, and what lowered it, if anything did.
 
-    highest: GraphMode = GraphMode.PIECEWISE
+    A decode step is uniform with `decode_query_len` tokens a request. `any_shape` is the most tokens of a step that FULL
+    runs unpadded, whatever its shape: launch plans are not bound to one.
+    """
+
+    decode: GraphMode = GraphMode.PIECEWISE
+    mixed: GraphMode = GraphMode.PIECEWISE
+    decode_query_len: int = 1
+    any_shape: int = 0
     reason: str = ""
+
+    def highest(self, descriptor: BatchDescriptor) -> GraphMode:
+        """The best mode that this batch may run in."""
+        decode = descriptor.uniform and descriptor.num_tokens == (descriptor.num_reqs or 0) * self.decode_query_len
+        return self.decode if decode else self.mixed
 
 
 GraphKeys = Set[tuple[GraphMode, BatchDescriptor]]
@@ -56,15 +81,18 @@ class Dispatch(NamedTuple):
 
 def dispatch(descriptor: BatchDescriptor, capabilities: Capabilities, keys: GraphKeys) -> Dispatch:
     """Returns the best mode with a key that holds the batch, padded up to the smallest such key. Never fails."""
-    lowered = f"{capabilities.highest.name} is the most here: {capabilities.reason}" if capabilities.reason else ""
+    highest = capabilities.highest(descriptor)
+    lowered = f"{highest.name} is the most here: {capabilities.reason}" if capabilities.reason else ""
     for mode in sorted(GraphMode, reverse=True):
-        if mode is GraphMode.NONE or mode > capabilities.highest:
+        if mode is GraphMode.NONE or mode > highest:
             continue
         wanted = descriptor if mode is GraphMode.FULL else descriptor.relaxed()
         fitting = [key for at, key in keys if at is mode and _holds(key, wanted)]
         if fitting:
             chosen = min(fitting, key=lambda key: (key.num_tokens, key.num_reqs or 0))
             return Dispatch(mode, chosen, lowered or f"smallest {mode.name} shape that holds the batch")
+        if mode is GraphMode.FULL and descriptor.num_tokens <= capabilities.any_shape:
+            return Dispatch(mode, descriptor, f"a launch plan runs every shape of up to {capabilities.any_shape} tokens")
     return Dispatch(GraphMode.NONE, descriptor, _why_none(descriptor, keys, lowered))
 
 
@@ -88,5 +116,5 @@ def _why_none(descriptor: BatchDescriptor, keys: GraphKeys, lowered: str) -> str
         return lowered or "no shape is captured"
     largest = max(key.num_tokens for _, key in keys)
     if descriptor.num_tokens > largest:
-        return f"{descriptor.num_tokens} tokens exceed the largest captured shape, {largest}"
+        return f"more tokens than the largest captured shape, {largest}"
     return lowered or "no captured shape matches the batch"

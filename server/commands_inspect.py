@@ -26,9 +26,18 @@ def inspect(
     html: Annotated[Path | None, typer.Option("--html", help="Write one self-contained page to this file.")] = None,
     time: Annotated[bool, typer.Option("--time", help="With --html: time each piece on this machine.")] = False,
     verify: Annotated[Path | None, typer.Option(help="Check the signature with this public key (PEM).")] = None,
+    dispatch: Annotated[bool, typer.Option("--dispatch", help="Print the graph mode of every batch shape, with the reason.")] = False,
+    graph_mode: Annotated[
+        str | None, typer.Option(help="With --dispatch: for this setting instead of the default of `serve`.")
+    ] = None,
 ) -> None:
     """Show stages, passes, pieces, dispatch table, sizes and settings. Works for a bundle of another machine too."""
     opened = open_bundle(bundle, verify_key=verify, for_loading=time)
+    if dispatch:
+        typer.echo(_dispatch_text(opened, graph_mode))
+        return
+    if graph_mode is not None:
+        raise ConfigError("--graph-mode belongs to --dispatch; add it")
     if html is not None:
         _write_page(opened, html, timed=time)
         return
@@ -43,6 +52,21 @@ def inspect(
         typer.echo(json.dumps(summary, indent=1))
         return
     typer.echo(render(summary, with_misses=misses))
+
+
+def _dispatch_text(bundle: Bundle, graph_mode: str | None) -> str:
+    """What an engine on this bundle would run each step as, in runs of equal answers."""
+    from treadle.runtime.bundle_modes import bundle_dispatch
+    from treadle.runtime.config import EngineConfig
+    from treadle.runtime.dispatch import AUTO
+
+    config = EngineConfig(bundle=str(bundle.root), graph_mode=AUTO if graph_mode is None else graph_mode)
+    lines = [f"{'batch':<8}{'tokens':<14}{'mode':<11}{'padded to':<11}reason"]
+    for row in bundle_dispatch(bundle.manifest, config):
+        tokens = f"{row.start}" if row.start == row.end else f"{row.start} to {row.end}"
+        padded = "-" if row.padded_to is None else str(row.padded_to)
+        lines.append(f"{row.batch:<8}{tokens:<14}{row.mode:<11}{padded:<11}{row.reason}")
+    return "\n".join(lines)
 
 
 def _write_page(bundle: Bundle, out: Path, *, timed: bool) -> None:

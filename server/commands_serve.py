@@ -114,6 +114,10 @@ def serve(
         str | None, _option("--executor", "An executor's name or module:Class (default: auto, as the bundle needs).", _ENGINE)
     ] = None,
     attention_backend: Annotated[str | None, _option("--attention-backend", "A backend's name (default: auto).", _ENGINE)] = None,
+    graph_mode: Annotated[
+        str | None,
+        _option("--graph-mode", "none, piecewise, full, full_decode_only or full_and_piecewise (default: auto, the most that works).", _ENGINE),
+    ] = None,
     num_threads: Annotated[int | None, _option("--num-threads", "Compute threads.", _ENGINE)] = None,
     seed: Annotated[int | None, _option("--seed", "Seed of requests that bring none (default: 0).", _ENGINE)] = None,
 ) -> None:

@@ -18,6 +18,7 @@ from treadle.ir.errors import ArtifactError, ConfigError
 from treadle.kernels.attention.interface import (
     TORCH_DTYPES,
     AttentionQuery,
+    BoundAttention,
     Capability,
     CaptureSupport,
     CommonMetadata,
@@ -118,6 +119,16 @@ class CpuMetadataBuilder:
         struct.seq_lens = self._buffers.seq_lens.data_ptr()
         struct.block_table = self._buffers.block_table.data_ptr()
         struct.block_table_stride = self._buffers.block_table.stride(0)
+
+    @property
+    def struct(self) -> _Batch:
+        """The C struct that every build refills."""
+        return self._metadata.struct
+
+    @property
+    def slot_mapping_address(self) -> int:
+        """Where the slots of a build's tokens stand, i64."""
+        return self._buffers.slot_mapping.data_ptr()
 
     def build(self, common: CommonMetadata) -> CpuMetadata:
         """Copies the batch and packs it. Returns the same object each time, valid until the next build."""
@@ -227,6 +238,22 @@ class CpuAttentionImpl:
         if status != 0:
             raise _failure(status)
         return out
+
+    def capture(self, kv_cache: torch.Tensor, builder: CpuMetadataBuilder) -> BoundAttention:
+        """See CapturableImpl."""
+        self._bind_cache(kv_cache)
+        batch = builder.struct
+        return BoundAttention(
+            attend=ctypes.cast(self._attend, c_void_p),
+            write=ctypes.cast(self._write, c_void_p),
+            layer=ctypes.addressof(self._layer),
+            batch=ctypes.addressof(batch),
+            cache=ctypes.addressof(self._cache),
+            slot_mapping=builder.slot_mapping_address,
+            num_tokens=ctypes.addressof(batch) + _Batch.num_tokens.offset,
+            num_threads=batch.num_threads,
+            element=self._torch_dtype.itemsize,
+        )
 
     def _bind_cache(self, kv_cache: torch.Tensor) -> None:
         """Describes a cache [B, K, S, 2D] once, after checking it: a wrong layout would be wrong output, not a crash."""

@@ -5,9 +5,11 @@ Shape legend: T tokens of the step, R requests, H query heads, K key/value heads
 
 from __future__ import annotations
 
+import ctypes
+from ctypes import c_int64, c_void_p
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -184,6 +186,22 @@ class PersistentMetadata:
         self._requests, self._columns, self._slots = requests, columns, slots
 
 
+class BoundAttention(ctypes.Structure):
+    """One layer's attention as a launch plan calls it (kernels/cpu/launch_plan.h); the pointers outlive the plan."""
+
+    _fields_: ClassVar = [
+        ("attend", c_void_p),
+        ("write", c_void_p),
+        ("layer", c_void_p),
+        ("batch", c_void_p),
+        ("cache", c_void_p),
+        ("slot_mapping", c_void_p),
+        ("num_tokens", c_void_p),
+        ("num_threads", c_int64),
+        ("element", c_int64),
+    ]
+
+
 class MetadataBuilder(Protocol):
     """Turns the batch into a backend's arguments, once a step, without allocating what a graph can see."""
 
@@ -204,6 +222,14 @@ class AttentionImpl(Protocol):
 
         kv_cache is [B, K, S, 2D] with any strides but the last. Metadata None (a profiling run) fills out with zeros.
         """
+        ...
+
+
+class CapturableImpl(AttentionImpl, Protocol):
+    """What the implementation of a backend offers whose capture support is not NEVER."""
+
+    def capture(self, kv_cache: torch.Tensor, builder: Any) -> BoundAttention:
+        """This layer with its cache and its metadata bound: what a launch plan calls after each `builder.build`."""
         ...
 
 

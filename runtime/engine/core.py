@@ -192,3 +192,5 @@ def _log_start(info: ModelInfo) -> None:
         info.kv_cache_bytes / 2**20,
         info.kv_cache_reason,
     )
+    for what, reason in info.notes.items():
+        logger.info("%s: %s", what, reason)

@@ -42,7 +42,13 @@ class Worker:
         num_threads = apply_threads(config.num_threads)
         model = self._load(config)
         max_tokens = _within(config.max_num_batched_tokens, model.spec.max_num_batched_tokens, "max_num_batched_tokens")
-        attention = AttentionLayers(model, backend=config.attention_backend, block_size=config.block_size)
+        attention = AttentionLayers(
+            model.attention_shapes(),
+            dtype=model.spec.dtype,
+            native=model.native,
+            backend=config.attention_backend,
+            block_size=config.block_size,
+        )
         plan = self._plan(model)
         self._runner = ModelRunner(
             model,
@@ -54,6 +60,7 @@ class Worker:
                 num_threads=num_threads,
                 seed=config.seed,
                 logprobs_mode=config.logprobs_mode,
+                graph_setting=config.graph_mode,
                 graph_keys=model.graph_keys,
             ),
             plan,
@@ -65,7 +72,7 @@ class Worker:
             num_threads=num_threads,
             attention_backends=attention.backend_names,
             capture_support=attention.capture_support.name,
-            notes={f"attention backend {name}": reason for name, reason in attention.passed_over.items()},
+            notes=_notes(attention, self._runner),
         )
 
     def _plan(self, model: LoadedModel) -> CachePlan:
@@ -96,6 +103,15 @@ class Worker:
     def graph_modes(self) -> dict[str, int]:
         """How many steps ran in each mode."""
         return dict(self.runner.graph_modes)
+
+
+def _notes(attention: AttentionLayers, runner: ModelRunner) -> dict[str, str]:
+    """What was passed over or lowered, with the reason."""
+    notes = {f"attention backend {name}": reason for name, reason in attention.passed_over.items()}
+    able = runner.capabilities
+    if able.reason:
+        notes["graph_mode"] = f"{able.decode.name} for decode and {able.mixed.name} for other steps: {able.reason}"
+    return notes
 
 
 def _within(asked: int | None, limit: int, name: str) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -10,10 +10,11 @@ import torch
 
 from treadle.ir.errors import PluginError
 from treadle.kernels.attention import ATTENTION_BACKENDS
-from treadle.kernels.attention.interface import AttentionQuery, CommonMetadata
+from treadle.kernels.attention.interface import AttentionQuery, BoundAttention, CommonMetadata
 from treadle.kernels.attention.selection import lowest_capture_support, select_backend
+from treadle.kernels.native import NativeLibrary
 from treadle.runtime.kv_specs import KVCacheGroup
-from treadle.runtime.runner.model import AttentionShape, LoadedModel
+from treadle.runtime.runner.model import AttentionShape
 
 
 def native_source(backend: Any) -> str | None:
@@ -24,16 +25,26 @@ def native_source(backend: Any) -> str | None:
 class AttentionLayers:
     """The attention of all layers. Layers of one cache group and backend share one metadata a step."""
 
-    def __init__(self, model: LoadedModel, *, backend: str, block_size: int):
-        self.dtype = model.spec.dtype
-        self._native = model.native
+    def __init__(
+        self,
+        shapes: Sequence[AttentionShape],
+        *,
+        dtype: str,
+        native: Mapping[str, NativeLibrary | None],
+        backend: str,
+        block_size: int,
+    ):
+        """One backend for each of `shapes`; `native` are the libraries at hand by name (None: there, but not loaded)."""
+        self.dtype = dtype
+        self._native = native
         self._backends: dict[int, Any] = {}
         self.passed_over: dict[str, str] = {}
-        for shape in model.attention_shapes():
+        for shape in shapes:
             selection = select_backend(self._query(shape, block_size), backend, self._loadable())
             self._backends[shape.layer] = selection.backend
             self.passed_over.update(selection.passed_over)
         self.capture_support = lowest_capture_support(list(self._backends.values()))
+        self._impls: dict[int, Any] = {}
         self._builders: dict[tuple[int, str], Any] = {}
         self._layers_of: dict[tuple[int, str], list[int]] = {}
 
@@ -72,7 +83,7 @@ class AttentionLayers:
     def make_impl(self, shape: AttentionShape, sinks: torch.Tensor | None) -> Any:
         """The implementation of one layer."""
         backend = self._backends[shape.layer]
-        return backend.make_impl(
+        impl = self._impls[shape.layer] = backend.make_impl(
             num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads,
             head_size=shape.head_size,
@@ -83,6 +94,12 @@ class AttentionLayers:
             native=self._native.get(native_source(backend) or ""),
             sinks=sinks,
         )
+        return impl
+
+    def capture(self, layer: int, kv_cache: torch.Tensor) -> BoundAttention:
+        """The layer's attention for a launch plan; needs `make_impl` and `make_builders` before."""
+        key = next(key for key, layers in self._layers_of.items() if layer in layers)
+        return self._impls[layer].capture(kv_cache, self._builders[key])
 
     def make_builders(
         self, groups: Sequence[KVCacheGroup], *, max_num_seqs: int, max_num_tokens: int, max_model_len: int, num_threads: int

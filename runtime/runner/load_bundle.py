@@ -33,7 +33,7 @@ def load_bundle(config: EngineConfig, group: Group | None = None) -> LoadedModel
     pieces: Mapping[str, Piece] = load_pieces(bundle)
     weights_verified.result()
     return LoadedModel(
-        _spec(bundle), bundle.manifest.program, pieces, load_weights(bundle, rank), native, _graph_keys(bundle.manifest), group
+        _spec(bundle), bundle.manifest.program, pieces, load_weights(bundle, rank), native, graph_keys(bundle.manifest), group
     )
 
 
@@ -49,7 +49,7 @@ def _spec(bundle: Bundle) -> ModelSpec:
     )
 
 
-def _graph_keys(manifest: Manifest) -> GraphKeys:
+def graph_keys(manifest: Manifest) -> GraphKeys:
     """A piecewise key for each token count for which every piece has an artifact of its own."""
     exact = [{r.start for r in piece.ranges if r.start == r.end} for piece in manifest.pieces if piece.tokens_from]
     sizes = set.intersection(*exact) if exact else set()

@@ -91,11 +91,11 @@ class LoadedModel:
         self.graph_keys = graph_keys
         self.native = dict(native or {})
         self.program = program
-        self._pieces = pieces
+        self.pieces = pieces
         self._group = group
-        self._weights = weights
-        self._places = _places(program)
-        self._split = _first_select(program)
+        self.weights = weights
+        self.places = _places(program)
+        self.split = _first_select(program)
         self._body: list[BoundStep] = []
         self._head: list[BoundStep] = []
         missing = [name for name in program.piece_names() if name not in pieces]
@@ -112,38 +112,48 @@ class LoadedModel:
         """The attention steps in the order in which they run."""
         return [attention_shape(step) for step in self.program.steps if step.op == "attention"]
 
+    def last_uses(self) -> dict[str, int]:
+        """Index of the last step that reads (or, unread, defines) each value; outputs are never released."""
+        last: dict[str, int] = {}
+        for index, step in enumerate(self.program.steps):
+            for name in (*step.outputs, *step.inputs):
+                last[name] = index
+        for name in self.program.outputs:
+            last.pop(name, None)
+        return last
+
     def bind(self, make_attention: MakeAttention) -> None:
         """Resolves every name once. `make_attention(shape, sinks)` gives the implementation of one layer."""
-        last_use = _last_uses(self.program)
+        last_use = self.last_uses()
         bound = []
         for index, step in enumerate(self.program.steps):
-            dead = [self._places[name] for name, last in last_use.items() if last == index]
+            dead = [self.places[name] for name, last in last_use.items() if last == index]
             bound.append(self._bind_step(step, make_attention))
             if dead:
                 bound.append(_release(dead))
-            if index + 1 == self._split:
+            if index + 1 == self.split:
                 self._body, bound = bound, []
         self._head = bound
 
     def _bind_step(self, step: Step, make_attention: MakeAttention) -> BoundStep:
-        sources = [self._places[name] for name in step.inputs]
-        targets = [self._places[name] for name in step.outputs]
+        sources = [self.places[name] for name in step.inputs]
+        targets = [self.places[name] for name in step.outputs]
         if step.kind == "piece":
-            return _piece_step(self._pieces[step.piece], sources, [self._weights[n] for n in step.params], targets)
+            return _piece_step(self.pieces[step.piece], sources, [self.weights[n] for n in step.params], targets)
         if step.op == "attention":
-            sinks = self._weights[step.params[0]] if step.params else None
+            sinks = self.weights[step.params[0]] if step.params else None
             shape = attention_shape(step)
             return _attention_step(make_attention(shape, sinks), shape.layer, sources, targets[0])
         if step.op == "select_rows":
             return _select_step(sources, targets[0])
-        weights = [self._weights[name] for name in step.params]
+        weights = [self.weights[name] for name in step.params]
         return _reference_step(step, sources, weights, targets, self._group)
 
     def run_body(self, input_ids: torch.Tensor, positions: torch.Tensor) -> Values:
         """Runs everything up to the row selection on i64 [T] ids and positions; needs a forward context."""
-        values: Values = [None] * len(self._places)
-        values[self._places["input_ids"]] = input_ids
-        values[self._places["positions"]] = positions
+        values: Values = [None] * len(self.places)
+        values[self.places["input_ids"]] = input_ids
+        values[self.places["positions"]] = positions
         for step in self._body:
             step(values)
         return values
@@ -151,10 +161,10 @@ class LoadedModel:
     def logits(self, values: Values, rows: torch.Tensor) -> torch.Tensor:
         """[S, V] logits of the given i64 [S] rows; S is at least 1. `values` stays usable for other rows."""
         values = list(values)
-        values[self._places["logit_rows"]] = rows
+        values[self.places["logit_rows"]] = rows
         for step in self._head:
             step(values)
-        return values[self._places[self.program.outputs[0]]]
+        return values[self.places[self.program.outputs[0]]]
 
 
 def _places(program: Program) -> dict[str, int]:
@@ -169,17 +179,6 @@ def _first_select(program: Program) -> int:
         if step.op == "select_rows":
             return index
     raise BundleError("the program selects no rows, so it gives logits for every token; compile the model again")
-
-
-def _last_uses(program: Program) -> dict[str, int]:
-    """Index of the last step that reads (or, unread, defines) each value; outputs are never released."""
-    last: dict[str, int] = {}
-    for index, step in enumerate(program.steps):
-        for name in (*step.outputs, *step.inputs):
-            last[name] = index
-    for name in program.outputs:
-        last.pop(name, None)
-    return last
 
 
 def _piece_step(piece: Piece, sources: list[int], params: list[torch.Tensor], targets: list[int]) -> BoundStep:

@@ -7,17 +7,20 @@ depends on the sampler's choice only (grammar masks) can be prepared between the
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from treadle.runtime.dispatch import Capabilities, GraphKeys, GraphMode, dispatch
+from treadle.ir.errors import ArtifactError
+from treadle.runtime.dispatch import AUTO, Capabilities, GraphKeys, GraphMode, dispatch
 from treadle.runtime.forward_context import forward_step
+from treadle.runtime.graph_setting import resolve_capabilities
 from treadle.runtime.protocol import LogprobRow
 from treadle.runtime.runner.attention_layers import AttentionLayers
 from treadle.runtime.runner.input_batch import InputBatch
 from treadle.runtime.runner.kv_cache import CachePlan, KVCache
+from treadle.runtime.runner.launch_plan import LaunchPlan, obstacle
 from treadle.runtime.runner.model import LoadedModel, Values
 from treadle.runtime.runner.prompt_logprobs import prompt_logprobs_of_step
 from treadle.runtime.runner.request_state import RequestState
@@ -39,7 +42,7 @@ class RunnerConfig:
     num_threads: int
     seed: int = 0
     logprobs_mode: str = "raw_logprobs"
-    capabilities: Capabilities = field(default_factory=Capabilities)
+    graph_setting: str = AUTO
     graph_keys: GraphKeys = frozenset()
 
 
@@ -48,6 +51,7 @@ class ExecuteState:
     """What a forward leaves for sampling. `logits` is [S, V] of the sampling slots, or None if there are none."""
 
     shape: StepShape
+    program: LoadedModel | LaunchPlan
     values: Values
     logits: torch.Tensor | None
 
@@ -86,6 +90,20 @@ class ModelRunner:
             num_threads=config.num_threads,
         )
         model.bind(attention.make_impl)
+        self.capabilities, self.launch_plan = self._capture()
+
+    def _capture(self) -> tuple[Capabilities, LaunchPlan | None]:
+        """The modes that steps may run in, and the launch plan if FULL is one of them."""
+        setting, support = self.config.graph_setting, self.attention.capture_support
+        shapes = self.inputs.input_ids.shape[0]
+        able = resolve_capabilities(setting, support, obstacle=obstacle(self.model.program, self.model.native), any_shape=shapes)
+        if GraphMode.FULL not in (able.decode, able.mixed):
+            return able, None
+        try:
+            plan = LaunchPlan(self.model, lambda layer: self.attention.capture(layer, self.cache.views[layer]))
+        except ArtifactError as error:
+            return resolve_capabilities(setting, support, obstacle=str(error)), None
+        return able, plan
 
     @torch.inference_mode()
     def execute_model(self, step: SchedulerOutput) -> None:
@@ -96,7 +114,7 @@ class ModelRunner:
             self._parked = self._forward(step_shape(self.batch, step.num_scheduled_tokens))
 
     def _forward(self, shape: StepShape) -> ExecuteState:
-        mode, padded, _ = dispatch(shape.descriptor(), self.config.capabilities, self.config.graph_keys)
+        mode, padded, _ = dispatch(shape.descriptor(), self.capabilities, self.config.graph_keys)
         self.graph_modes[mode.name] += 1
         num_padded = padded.num_tokens
         num_reqs = (padded.num_reqs or shape.num_reqs) if mode is GraphMode.FULL else shape.num_reqs
@@ -111,9 +129,10 @@ class ModelRunner:
             slot_mapping=slots,
             kv_caches=self.cache.views,
         ):
-            values = self.model.run_body(self.inputs.input_ids[:num_padded], self.inputs.positions[:num_padded])
-            logits = self.model.logits(values, torch.from_numpy(shape.logit_rows)) if len(shape.logit_rows) else None
-        return ExecuteState(shape, values, logits)
+            program = self.launch_plan if mode is GraphMode.FULL and self.launch_plan else self.model
+            values = program.run_body(self.inputs.input_ids[:num_padded], self.inputs.positions[:num_padded])
+            logits = program.logits(values, torch.from_numpy(shape.logit_rows)) if len(shape.logit_rows) else None
+        return ExecuteState(shape, program, values, logits)
 
     @torch.inference_mode()
     def sample_tokens(self) -> RunnerOutput:
@@ -121,7 +140,7 @@ class ModelRunner:
         state, self._parked = self._parked, None
         if state is None:  # nothing was scheduled
             return RunnerOutput()
-        prompt_logprobs = prompt_logprobs_of_step(self.model, state, self.batch, self.requests, self.config.logprobs_mode)
+        prompt_logprobs = prompt_logprobs_of_step(state, self.batch, self.requests, self.config.logprobs_mode)
         sampled: list[list[int]] = [[] for _ in range(state.shape.num_reqs)]
         logprobs: dict[str, list[LogprobRow]] = {}
         if state.logits is not None:

@@ -8,7 +8,6 @@ import torch
 
 from treadle.runtime.protocol import LogprobRow
 from treadle.runtime.runner.input_batch import InputBatch
-from treadle.runtime.runner.model import LoadedModel
 from treadle.runtime.runner.request_state import RequestState
 from treadle.runtime.sampling.logprobs import prompt_logprob_rows
 
@@ -22,7 +21,7 @@ PromptRows = dict[str, list[LogprobRow | None]]
 
 
 def prompt_logprobs_of_step(
-    model: LoadedModel, state: ExecuteState, batch: InputBatch, requests: dict[str, RequestState], mode: str
+    state: ExecuteState, batch: InputBatch, requests: dict[str, RequestState], mode: str
 ) -> PromptRows:
     """The rows that became known in this step, by request; empty unless a request asked for prompt logprobs.
 
@@ -41,7 +40,7 @@ def prompt_logprobs_of_step(
         offset = int(state.shape.ends[slot] - state.shape.counts[slot]) - first
         for start in range(first, last, ROWS_AT_ONCE):
             end = min(start + ROWS_AT_ONCE, last)
-            logits = model.logits(state.values, torch.arange(offset + start, offset + end))
+            logits = state.program.logits(state.values, torch.arange(offset + start, offset + end))
             rows += prompt_logprob_rows(logits, request.prompt[start + 1 : end + 1].tolist(), count, mode)
         found[request.req_id] = rows
     return found

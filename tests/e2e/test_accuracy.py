@@ -66,3 +66,14 @@ def test_any_arrival_order(bundle: Path, prompts: list[str], expected: list[list
         outputs = llm.generate([prompts[index] for index in order], GREEDY)
     for index, output in zip(order, outputs, strict=True):
         assert same_or_tied(reference, output.prompt_token_ids, output.outputs[0].token_ids, expected[index])
+
+
+def test_graph_modes_give_the_same_tokens(bundle: Path, prompts: list[str], expected: list[list[int]]) -> None:
+    """C10-01, R-10.25, R-10.26: launch plan, and pieces called one by one, on the same artifacts; tokens are identical."""
+    found = {}
+    for mode in ("none", "full_decode_only"):
+        with LLM(str(bundle), graph_mode=mode, enable_prefix_caching=False) as llm:
+            found[mode] = [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY)]
+            modes = llm.stats().graph_modes
+        assert set(modes) == ({"NONE"} if mode == "none" else {"NONE", "FULL"})
+    assert found["none"] == found["full_decode_only"] == expected

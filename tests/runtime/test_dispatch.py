@@ -14,7 +14,7 @@ PIECEWISE = {(GraphMode.PIECEWISE, BatchDescriptor(num_tokens=size)) for size in
 FULL = {
     (GraphMode.FULL, BatchDescriptor(num_tokens=size, num_reqs=size, uniform=True)) for size in (2, 4, 8)
 } | PIECEWISE
-FULL_CAPABLE = Capabilities(highest=GraphMode.FULL)
+FULL_CAPABLE = Capabilities(decode=GraphMode.FULL, mixed=GraphMode.FULL)
 
 
 @given(tokens=st.integers(1, 40))
@@ -38,7 +38,7 @@ def test_full_wins_over_piecewise_wins_over_none():
     assert dispatch(mixed, FULL_CAPABLE, FULL).mode is GraphMode.PIECEWISE
     assert dispatch(mixed, FULL_CAPABLE, FULL).descriptor.num_reqs is None
     assert dispatch(uniform, Capabilities(), FULL).mode is GraphMode.PIECEWISE
-    lowered = dispatch(uniform, Capabilities(highest=GraphMode.NONE, reason="-O0"), FULL)
+    lowered = dispatch(uniform, Capabilities(decode=GraphMode.NONE, mixed=GraphMode.NONE, reason="-O0"), FULL)
     assert lowered.mode is GraphMode.NONE and "-O0" in lowered.reason
 
 

@@ -101,7 +101,7 @@ def test_a_program_that_cannot_run_is_refused():
     program.steps = [step for step in program.steps if step.op != "select_rows"]
     program.steps[-1].inputs = ["x2"]
     with pytest.raises(BundleError, match="selects no rows"):
-        LoadedModel(toy_model().spec, program, toy_model()._pieces, toy_model()._weights)
+        LoadedModel(toy_model().spec, program, toy_model().pieces, toy_model().weights)
     model = toy_model()
     model.program.steps[2].op = "conv"
     model.program.kv_layers.pop(0)
