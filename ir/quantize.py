@@ -30,6 +30,40 @@ def scale_of(x: Tensor, key: QuantKey) -> Tensor:
     return (peak / key.largest).clamp(min=_SMALLEST).to(DTYPES[key.scale].torch)
 
 
+_CANDIDATES = tuple(1.0 + step / 8 for step in range(8))
+"""A float's rounding error repeats with every power of two of its scale, so one octave holds the best scale."""
+
+
+def fitted_scale_of(x: Tensor, key: QuantKey) -> Tensor:
+    """The scale for weights: as `scale_of`, but for float elements the multiple of it that leaves the least squared error.
+
+    An integer grid is finest at the smallest scale that holds the peak; a float grid is not, its steps grow with the value.
+    """
+    peak = scale_of(x, key)
+    if key.element == "i8":
+        return peak
+    best, least = peak, None
+    for factor in _CANDIDATES:
+        scale = (peak * factor).to(peak.dtype)
+        error = _squared_error(x, scale, key)
+        if least is None:
+            least = error
+            continue
+        better = error < least
+        best, least = best.where(~better, scale), least.where(~better, error)
+    return best
+
+
+def _squared_error(x: Tensor, scale: Tensor, key: QuantKey) -> Tensor:
+    """Of each scaled row, group or tensor; has the shape of the scale."""
+    square = (dequantize_with(quantize_with(x, scale, key), scale, key) - x.float()).square()
+    if key.granularity == "per_tensor":
+        return square.sum().reshape(scale.shape)
+    if key.granularity == "per_group":
+        return square.unflatten(-1, (x.shape[-1] // key.group, key.group)).sum(-1)
+    return square.sum(-1, keepdim=True)
+
+
 def quantize_with(x: Tensor, scale: Tensor, key: QuantKey) -> Tensor:
     """x [..., K] divided by its scale and rounded to the element type; what is too large saturates."""
     _check(x, key)
@@ -55,4 +89,4 @@ def _check(x: Tensor, key: QuantKey) -> None:
         raise ValueError(f"{key}: {x.shape[-1]} values do not divide into groups of {key.group}")
 
 
-__all__ = ["dequantize_with", "quantize_with", "scale_of"]
+__all__ = ["dequantize_with", "fitted_scale_of", "quantize_with", "scale_of"]

@@ -15,7 +15,7 @@ import torch
 
 from treadle.ir.errors import ModelError, VerifyError
 from treadle.ir.quant_key import QuantKey, quant_key_of
-from treadle.ir.quantize import quantize_with, scale_of
+from treadle.ir.quantize import fitted_scale_of, quantize_with
 from treadle.ir.types import DTYPES, DType
 
 Read = Callable[[str], torch.Tensor]
@@ -250,7 +250,7 @@ class Quantize(Recipe):
 
     def evaluate(self, read: Read) -> torch.Tensor:
         value = self.of.evaluate(read)
-        return quantize_with(value, scale_of(value, self.key), self.key)
+        return quantize_with(value, fitted_scale_of(value, self.key), self.key)
 
 
 @dataclass(frozen=True)
@@ -261,7 +261,7 @@ class QuantizationScale(Recipe):
     key: QuantKey
 
     def evaluate(self, read: Read) -> torch.Tensor:
-        return scale_of(self.of.evaluate(read), self.key)
+        return fitted_scale_of(self.of.evaluate(read), self.key)
 
 
 @dataclass(frozen=True)

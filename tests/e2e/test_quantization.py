@@ -1,4 +1,4 @@
-"""Quantized compiles: perplexity against float32, sensible answers, fused equal to unfused."""
+"""Quantized compiles: perplexity against the unquantized model, sensible answers, fused equal to unfused."""
 
 from __future__ import annotations
 
@@ -12,34 +12,40 @@ from tests.e2e.perplexity import perplexity
 from tests.e2e.tiny_model import save_tiny
 from treadle import LLM, SamplingParams
 from treadle.codegen.bundle import Bundle, open_bundle
+from treadle.codegen.target import resolve_target
 from treadle.ir.errors import ConfigError
 from treadle.passes.quant.schemes import SCHEMES, scheme_passes
 
 pytestmark = pytest.mark.exhaustive
 
 WITHIN = 1.02
+DTYPE = "bfloat16" if resolve_target("cpu").isa == "avx512" else "float32"
+"""Elsewhere products of bfloat16 are emulated, which takes many minutes."""
 PROMPT = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
 WORDS = "the small winter bridge and the house by the river in the morning"
 
 
 @pytest.fixture(scope="module")
-def float32_perplexity(bundle: Path) -> float:
-    with LLM(str(bundle)) as llm:
+def plain_perplexity(store: Path, tmp_path_factory: pytest.TempPathFactory) -> float:
+    output = tmp_path_factory.mktemp("plain") / "plain.bundle"
+    treadle.compile("smollm2", output=output, store=store, dtype=DTYPE)
+    with LLM(str(output)) as llm:
         return perplexity(llm)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", SCHEMES.names())
 def test_perplexity_of_the_real_model(
-    name: str, store: Path, tmp_path: Path, float32_perplexity: float
+    name: str, store: Path, tmp_path: Path, plain_perplexity: float
 ) -> None:
-    """Within 2 % of float32 on a fixed text, and the capital of France is still Paris."""
+    """Within 2 % of the unquantized model on a fixed text, and the capital of France is still Paris."""
     output = tmp_path / "q.bundle"
-    treadle.compile("smollm2", output=output, store=store, dtype="float32", quantization=name)
+    treadle.compile("smollm2", output=output, store=store, dtype=DTYPE, quantization=name)
     with LLM(str(output)) as llm:
         found = perplexity(llm)
         answer = llm.generate([PROMPT], SamplingParams(temperature=0.0, max_tokens=16))[0].outputs[0].text
-    assert found <= WITHIN * float32_perplexity, (found, float32_perplexity)
+    print(f"{name}: perplexity {found:.3f}, unquantized {plain_perplexity:.3f}")
+    assert found <= WITHIN * plain_perplexity, (found, plain_perplexity)
     assert "Paris" in answer
 
 
