@@ -22,6 +22,7 @@ class InductorBackend:
     format = "aoti"
     suffix = ".pt2"
     needs_compiler = True
+    calls_kernels = True
 
     def __init__(self, *, target: Target, scratch: Path, jobs: int, compiler: str | None):
         self._target = target

@@ -52,4 +52,5 @@ def pipeline_options(config: CompileConfig) -> PipelineOptions:
         without=config.disabled_passes,
         extra_passes=(*scheme_passes(config.quantization), *config.extra_passes),
         tensor_parallel=config.tensor_parallel_size,
+        pack=getattr(BACKENDS.get(config.backend), "calls_kernels", False),
     )

@@ -33,6 +33,7 @@ from treadle.codegen.used_plugins import key_pairs, used_plugins
 from treadle.codegen.write_bundle import check_destination, writing_bundle
 from treadle.ir.config import Resolved
 from treadle.ir.errors import BundleError, ConfigError
+from treadle.kernels.native import load_native, native_sources
 
 if TYPE_CHECKING:
     import torch
@@ -140,7 +141,7 @@ class _Compile:
                 source = self._read_config()
                 stages = self._trace_and_rewrite(source)
                 if self._resolved.config.level == MEASURED_LEVEL:
-                    stages = self._leave_out_slow_passes(stages, backend, jobs)
+                    stages = self._leave_out_slow_passes(stages, backend, jobs, natives)
                 return self._compile_and_write(source, stages, backend, jobs, natives)
             finally:
                 backend.close()
@@ -207,11 +208,17 @@ class _Compile:
                 self._progress.note(report.warning)
         return stages
 
-    def _leave_out_slow_passes(self, stages: CompiledStages, backend: Backend, jobs: int) -> CompiledStages:
+    def _leave_out_slow_passes(
+        self, stages: CompiledStages, backend: Backend, jobs: int, natives: Future[dict[str, StoredObject]]
+    ) -> CompiledStages:
         """Times the fusions on and off and rewrites again without those that do not pay (level 3)."""
         from treadle.passes.pipeline import run_pipeline
 
         widest = plan_ranges(self._resolved.config.max_num_batched_tokens)
+
+        for name, built in natives.result().items():
+            if native_sources()[name].exported:
+                load_native(built.path, exported=True)
 
         def build(program: CompiledStages, pieces: Mapping[str, Graph]) -> dict[str, Artifact]:
             compiled = self._build(program, pieces, widest, backend, jobs)

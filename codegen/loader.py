@@ -17,6 +17,7 @@ from treadle.codegen.ranges import RangeTable, TokenRange
 from treadle.codegen.torch_private import NativePiece, load_package, open_native
 from treadle.ir.errors import ArtifactError
 from treadle.ir.registry import Registry
+from treadle.kernels.native import NativeLibrary, load_native, native_sources
 
 if TYPE_CHECKING:
     import torch
@@ -141,10 +142,20 @@ def load_piece(bundle: Bundle, entry: PieceEntry) -> RangeDispatch:
 
 
 def load_pieces(bundle: Bundle) -> dict[str, RangeDispatch]:
-    """Every piece of the bundle by name, verified and loaded. Raises BundleError or ArtifactError naming the file."""
+    """Every piece of the bundle by name, verified and loaded, after the native libraries that pieces call.
+
+    Raises BundleError or ArtifactError naming the file.
+    """
+    load_natives(bundle, only_exported=True)
     return {entry.name: load_piece(bundle, entry) for entry in bundle.manifest.pieces}
 
 
-def load_natives(bundle: Bundle) -> dict[str, Path]:
-    """The verified path of each native library by name; kernels/native.py opens them."""
-    return {entry.name: bundle.file(entry.file) for entry in bundle.manifest.native}
+def load_natives(bundle: Bundle, *, only_exported: bool = False) -> dict[str, NativeLibrary]:
+    """The bundle's native libraries by name, verified and loaded; with `only_exported` those that pieces call."""
+    sources = native_sources()
+    exported = {entry.name for entry in bundle.manifest.native if entry.name in sources and sources[entry.name].exported}
+    return {
+        entry.name: load_native(bundle.file(entry.file), exported=entry.name in exported)
+        for entry in bundle.manifest.native
+        if not only_exported or entry.name in exported
+    }

@@ -78,10 +78,20 @@ def compiling_for(isa: str, options: Mapping[str, Any], *, precompiled_headers: 
         raise ArtifactError(f"this torch's inductor has no setting {', '.join(unknown)}")
     vector = vector_isa(isa)
     with ExitStack() as stack:
-        headers = {"aot_inductor.precompile_headers": precompiled_headers}
+        headers = {"aot_inductor.precompile_headers": precompiled_headers, "aot_inductor.custom_ops_to_c_shims": _c_shims()}
         stack.enter_context(config.patch({**known, **headers}))
         stack.enter_context(_only_isa(vector))
         yield vector
+
+
+def _c_shims() -> dict[Any, list[str]]:
+    """Torch op -> declaration of the C function that compiled code calls for it: the name is aoti_torch_cpu_ and the op's."""
+    import torch
+
+    import treadle.ir.ops.packed  # noqa: F401  (registers the torch op)
+
+    declared = "AOTITorchError aoti_torch_cpu_packed_linear_v1(AtenTensorHandle, AtenTensorHandle, int64_t, AtenTensorHandle*)"
+    return {torch.ops.treadle.packed_linear_v1.default: [declared]}
 
 
 def vector_isa(isa: str) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from treadle.ir.errors import ModelError, VerifyError
+from treadle.ir.packing import pack
 from treadle.ir.quant_key import QuantKey, quant_key_of
 from treadle.ir.quantize import fitted_scale_of, quantize_with
 from treadle.ir.types import DTYPES, DType
@@ -265,6 +266,17 @@ class QuantizationScale(Recipe):
 
 
 @dataclass(frozen=True)
+class Pack(Recipe):
+    """A weight [N, K] rounded to `dtype`, in the panels that CPU kernels read; packing.py has the layout."""
+
+    of: Recipe
+    dtype: DType
+
+    def evaluate(self, read: Read) -> torch.Tensor:
+        return pack(self.of.evaluate(read).to(self.dtype.torch))
+
+
+@dataclass(frozen=True)
 class Argument(Recipe):
     """A parameter of a piece that several calls share: the weight that the caller passes in this position."""
 
@@ -290,6 +302,7 @@ _NAMES: dict[type[Recipe], str] = {
     RankOffset: "rank_offset",
     Quantize: "quantize",
     QuantizationScale: "quantization_scale",
+    Pack: "pack",
     Argument: "argument",
 }
 _CLASSES = {name: cls for cls, name in _NAMES.items()}

@@ -32,13 +32,16 @@ COMMON_FLAGS = (
     "-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno",
     "-fno-trapping-math", "-fno-exceptions", "-fno-rtti", "-Wall", "-Wextra", "-Wno-psabi", "-Wno-ignored-attributes",
 )  # fmt: skip
-LINK_FLAGS = ("-shared", "-fopenmp", "-Wl,-z,now", "-Wl,-z,noexecstack")
+LINK_FLAGS = ("-shared", "-fopenmp", "-Wl,-z,now", "-Wl,-z,noexecstack", "-ldl")
 
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (
     *_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512",
     "-Wno-maybe-uninitialized",  # gcc 12's own intrinsics header
 )  # fmt: skip
+
+_AVX512_BF16 = (*_AVX512, "-mavx512bf16")
+_AMX = (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +64,8 @@ class NativeSource:
     units: tuple[TranslationUnit, ...]
     headers: tuple[str, ...] = ()
     folder: Path | None = None
+    exported: bool = False
+    """Whether compiled pieces call its functions by name: then it is loaded before them, for all to see."""
 
     @property
     def root(self) -> Path:
@@ -101,6 +106,20 @@ CPU_ATTENTION = NativeSource(
         TranslationUnit(file="attention_avx512.cpp", flags={"x86_64": _AVX512}, only=("x86_64",)),
     ),
 )
+_X86 = ("x86_64",)
+CPU_LINEAR = NativeSource(
+    name="cpu_linear",
+    headers=("abi.h", "vector.h", "packed_linear_abi.h", "packed_linear.h"),
+    units=(
+        TranslationUnit(file="packed_linear_dispatch.cpp"),
+        TranslationUnit(file="packed_linear_portable.cpp"),
+        TranslationUnit(file="packed_linear_avx2.cpp", flags={"x86_64": _AVX2}, only=_X86),
+        TranslationUnit(file="packed_linear_avx512.cpp", flags={"x86_64": _AVX512}, only=_X86),
+        TranslationUnit(file="packed_linear_avx512_bf16.cpp", flags={"x86_64": _AVX512_BF16}, only=_X86),
+        TranslationUnit(file="packed_linear_amx.cpp", flags={"x86_64": _AMX}, only=_X86),
+    ),
+    exported=True,
+)
 LAUNCH_PLAN = NativeSource(
     name="launch_plan", headers=("abi.h", "launch_plan.h"), units=(TranslationUnit(file="launch_plan.cpp"),)
 )
@@ -108,6 +127,7 @@ NATIVE_SOURCES = Registry(
     "native library",
     {
         "cpu_attention": "treadle.kernels.native:CPU_ATTENTION",
+        "cpu_linear": "treadle.kernels.native:CPU_LINEAR",
         "launch_plan": "treadle.kernels.native:LAUNCH_PLAN",
     },
     group="treadle.kernels",
@@ -199,14 +219,17 @@ class NativeLibrary:
         return function
 
 
-def load_native(path: Path) -> NativeLibrary:
-    """Opens a built library. Raises ArtifactError when it is no loadable library or has another ABI version."""
+def load_native(path: Path, *, exported: bool = False) -> NativeLibrary:
+    """Opens a built library; `exported` makes its functions known to libraries that are loaded later.
+
+    Raises ArtifactError when it is no loadable library or has another ABI version.
+    """
     # torch brings its own libgomp; with it in the process first, ours resolves to that one and shares its threads.
     import torch  # noqa: F401
 
     path = Path(path)
     try:
-        handle = ctypes.CDLL(str(path.resolve()))
+        handle = ctypes.CDLL(str(path.resolve()), mode=os.RTLD_GLOBAL if exported else os.RTLD_LOCAL)
     except OSError as error:
         raise ArtifactError(f"cannot load native library {path.name}: {error}; compile the bundle again") from error
     library = NativeLibrary(path, handle)

@@ -20,6 +20,7 @@ from treadle.passes.library.fuse_linears import FuseGateUp, FuseQkv
 from treadle.passes.library.fuse_moe import FuseMoe
 from treadle.passes.library.fuse_norm_rope import FuseNormRope
 from treadle.passes.library.join_slices import JoinSlices
+from treadle.passes.library.prepack_weights import PrepackWeights
 from treadle.passes.library.raise_addmm import RaiseAddmm
 from treadle.passes.library.raise_embedding import RaiseEmbedding
 from treadle.passes.library.raise_gated_act import RaiseGatedAct
@@ -45,7 +46,8 @@ class PipelineOptions:
     every level, in the order that they declare.
 
     `verify` checks the rules of the IR before the first pass and after each one that changed something. More than
-    one rank in `tensor_parallel` cuts the model over them, for which patterns are named at every level.
+    one rank in `tensor_parallel` cuts the model over them, for which patterns are named at every level. `pack` lays
+    weights out for the kernels of the target, from level 1 on.
     """
 
     level: int = 2
@@ -53,6 +55,7 @@ class PipelineOptions:
     extra_passes: tuple[str, ...] = ()
     verify: bool = True
     tensor_parallel: int = 1
+    pack: bool = False
 
 
 @dataclass
@@ -133,9 +136,14 @@ def parallel_passes(world: int) -> list[Pass]:
     return [ShardTensorParallel(world), FuseAllReduceRmsNorm()]
 
 
+def target_passes() -> list[Pass]:
+    """Fits the program to the target. Last of all: nothing else looks into a packed weight."""
+    return [PrepackWeights()]
+
+
 def known_passes() -> list[str]:
     """Names of all passes of the pipeline, in order of first use."""
-    steps = [*clean_passes(), *raise_passes(), *fuse_passes(), *last_passes(), *parallel_passes(2)]
+    steps = [*clean_passes(), *raise_passes(), *fuse_passes(), *last_passes(), *parallel_passes(2), *target_passes()]
     return list(dict.fromkeys(step.name for step in steps))
 
 
@@ -151,7 +159,7 @@ def plan_pipeline(options: PipelineOptions) -> Plan:
         "clean": clean_passes(),
         "raise": raise_passes() if optimise or parallel else [],
         "fuse": fuse_passes() if optimise else [],
-        "lower": [*last_passes(), *parallel],
+        "lower": [*last_passes(), *parallel, *(target_passes() if options.pack and optimise else [])],
     }
     plan = {stage: [step for step in steps[stage] if step.name not in options.without] for stage in STAGES}
     extra = extra_passes(options)

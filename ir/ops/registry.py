@@ -104,6 +104,7 @@ def plugin_ops() -> dict[str, Plugin]:
 def _load_library() -> None:
     import treadle.ir.ops.collectives
     import treadle.ir.ops.library
+    import treadle.ir.ops.packed
     import treadle.ir.ops.quantization  # noqa: F401  (all register their rows)
 
 

@@ -10,7 +10,6 @@ from treadle.codegen.loader import load_natives, load_pieces
 from treadle.codegen.manifest import Manifest
 from treadle.ir.errors import ConfigError
 from treadle.ir.group import Group
-from treadle.kernels.native import load_native
 from treadle.runtime.config import EngineConfig
 from treadle.runtime.dispatch import BatchDescriptor, GraphKeys, GraphMode
 from treadle.runtime.executor.early_open import take_opened
@@ -29,7 +28,7 @@ def load_bundle(config: EngineConfig, group: Group | None = None) -> LoadedModel
             f"{bundle.root.name} is cut over {bundle.manifest.num_ranks} ranks, and {world} runs here; "
             "leave executor out, then one process is started for each"
         )
-    native = {name: load_native(path) for name, path in load_natives(bundle).items()}
+    native = load_natives(bundle)
     pieces: Mapping[str, Piece] = load_pieces(bundle)
     weights_verified.result()
     return LoadedModel(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.passes import cases_folded, cases_fused
+from tests.passes import cases_folded, cases_fused, cases_packed
 from tests.passes.harness import Case, Refusal
 from treadle.passes.library.canonicalise import Canonicalise
 from treadle.passes.library.drop_batch_dim import DropBatchDim
@@ -145,7 +145,7 @@ def _gated(act: str, attrs: str = "") -> str:
 
 CASES = [
     *cases_folded.CASES,
-    *cases_fused.CASES,
+    *cases_fused.CASES, *cases_packed.CASES,
     Case(
         "canonicalise",
         Canonicalise(),
@@ -404,7 +404,7 @@ CASES = [
 
 REFUSALS = [
     *cases_folded.REFUSALS,
-    *cases_fused.REFUSALS,
+    *cases_fused.REFUSALS, *cases_packed.REFUSALS,
     Refusal(
         "a reshape that changes the shape stays",
         Canonicalise(),

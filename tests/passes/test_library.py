@@ -9,7 +9,7 @@ import pytest
 from tests.passes.cases import CASES, REFUSALS
 from tests.passes.harness import Case, Refusal, Weights, apply, assert_same, example_inputs, outputs
 from treadle.ir.text import parse_graph, print_graph
-from treadle.passes.pipeline import clean_passes, fuse_passes, last_passes, raise_passes
+from treadle.passes.pipeline import clean_passes, fuse_passes, last_passes, raise_passes, target_passes
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -55,7 +55,7 @@ def test_refusals_say_why(refusal: Refusal) -> None:
 
 def test_every_pass_has_a_case_and_a_refusal() -> None:
     """A pass added to the pipeline comes with its proof."""
-    names = {step.name for step in [*clean_passes(), *raise_passes(), *fuse_passes(), *last_passes()]}
+    names = {step.name for step in [*clean_passes(), *raise_passes(), *fuse_passes(), *last_passes(), *target_passes()]}
     assert names == {case.step.name for case in CASES} == {refusal.step.name for refusal in REFUSALS}
 
 
