@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from treadle.codegen.backends import BACKENDS
-from treadle.codegen.config import CompileConfig
+from treadle.codegen.config import CompileConfig, resolve_compile
+from treadle.codegen.manifest import Manifest
 from treadle.ir.config import Resolved
 from treadle.ir.errors import ConfigError
 
@@ -40,6 +41,17 @@ def settle_passes(resolved: Resolved[CompileConfig]) -> Resolved[CompileConfig]:
     asked = PipelineOptions(extra_passes=resolved.config.extra_passes)  # without those of a quantization scheme
     specs = tuple(step.spec() for step in extra_passes(asked))
     return Resolved(dataclasses.replace(resolved.config, extra_passes=specs), resolved.origins)
+
+
+def recorded_config(manifest: Manifest, changes: Mapping[str, Any] | None = None) -> CompileConfig:
+    """The settings that a bundle was compiled with, and `changes` to them. Raises ConfigError for what is no setting now."""
+    recorded = {name: tuple(value) if isinstance(value, list) else value for name, value in manifest.options.items()}
+    recorded["target"] = manifest.target.name
+    changes = changes or {}
+    if "level" in changes and "backend" not in changes:
+        del recorded["backend"]
+    resolved = resolve_compile({**recorded, **changes})
+    return (settle_passes(resolved) if {"extra_passes", "disabled_passes"} & set(changes) else resolved).config
 
 
 def pipeline_options(config: CompileConfig) -> PipelineOptions:

@@ -15,9 +15,9 @@ from typing import Any
 
 from treadle.codegen.backends import BACKENDS, Backend
 from treadle.codegen.bundle import Bundle, open_bundle
-from treadle.codegen.choose_passes import settle_passes
+from treadle.codegen.choose_passes import recorded_config
 from treadle.codegen.compile_pieces import KeyContext, piece_key, tokens_from
-from treadle.codegen.config import CompileConfig, resolve_compile
+from treadle.codegen.config import CompileConfig
 from treadle.codegen.key import ArtifactKey, Difference, Pairs, explain
 from treadle.codegen.manifest import Manifest
 from treadle.codegen.ranges import TokenRange, plan_ranges
@@ -53,7 +53,7 @@ def explain_compile(bundle_path: Path, changes: Mapping[str, Any], store: Store)
     Raises ConfigError for an unknown setting or value, BundleError for a bundle that cannot be read.
     """
     bundle = open_bundle(bundle_path, for_loading=False)
-    config = _changed(bundle, changes)
+    config = recorded_config(bundle.manifest, changes)
     notes = _notes(changes)
     retraced = [f"{name} changes the IR of the pieces" for name in _RETRACED if _differs(bundle, config, name)]
     answers = []
@@ -77,17 +77,6 @@ def _look_up(store: Store, key: ArtifactKey) -> tuple[bool, str]:
     except ArtifactError as error:
         return False, str(error)
     return False, "the store has no object with this key"
-
-
-def _changed(bundle: Bundle, changes: Mapping[str, Any]) -> CompileConfig:
-    recorded = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in bundle.manifest.options.items()
-    }
-    recorded["target"] = bundle.manifest.target.name
-    if "level" in changes and "backend" not in changes:
-        del recorded["backend"]
-    resolved = resolve_compile({**recorded, **changes})
-    return (settle_passes(resolved) if {"extra_passes", "disabled_passes"} & set(changes) else resolved).config
 
 
 def _notes(changes: Mapping[str, Any]) -> list[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from treadle.codegen.bundle import Bundle, open_bundle
+from treadle.codegen.choose_passes import pipeline_options, recorded_config
 from treadle.codegen.loader import load_pieces
 from treadle.codegen.manifest import Manifest
 from treadle.codegen.prove_pieces import prove_pieces
@@ -15,7 +16,7 @@ from treadle.codegen.toolchain import treadle_version
 from treadle.ir.errors import BundleError, ConfigError
 from treadle.ir.text import parse_graph
 from treadle.passes.base import STAGES, Pass
-from treadle.passes.pipeline import PipelineOptions, plan_pipeline
+from treadle.passes.pipeline import plan_pipeline
 from treadle.passes.prove import Check, make_trial, prove_passes
 from treadle.passes.split_text import parse_split
 
@@ -49,14 +50,9 @@ def prove_bundle(path: Path, *, shapes: Sequence[int] | None = None, seed: int =
     """Proves each pass, all passes, each piece and the stitched program.
 
     `shapes` are token counts; sizes that have an artifact of their own are added. Raises ConfigError for a count that
-    the bundle does not serve or a model cut over ranks, BundleError if this treadle's passes are not those that made it.
+    the bundle does not serve, BundleError if this treadle's passes are not those that made it.
     """
     bundle = open_bundle(path)
-    if bundle.manifest.num_ranks > 1:
-        raise ConfigError(
-            f"{bundle.root.name} is cut over {bundle.manifest.num_ranks} ranks, and verify runs one process; "
-            "verify the model compiled without --tensor-parallel-size"
-        )
     counts = _token_counts(bundle.manifest, shapes)
     traced = parse_graph(bundle.file(_stage(bundle, "traced")).read_text())
     program = parse_split(bundle.file(_stage(bundle, "unified")).read_text())
@@ -68,14 +64,7 @@ def prove_bundle(path: Path, *, shapes: Sequence[int] | None = None, seed: int =
 
 def _passes(bundle: Bundle) -> list[Pass]:
     """The passes of the bundle's compile. Raises BundleError if the pipeline of its settings is another one now."""
-    options = bundle.manifest.options
-    plan = plan_pipeline(
-        PipelineOptions(
-            level=options["level"],
-            without=tuple(options["disabled_passes"]),
-            extra_passes=tuple(options.get("extra_passes", ())),
-        )
-    )
+    plan = plan_pipeline(pipeline_options(recorded_config(bundle.manifest)))
     steps = [step for stage in STAGES for step in plan[stage]]
     if [step.spec() for step in steps] != bundle.manifest.pipeline:
         raise BundleError(

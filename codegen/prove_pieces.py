@@ -12,11 +12,12 @@ import torch
 
 from treadle.codegen.loader import RangeDispatch
 from treadle.ir.graph import Value
+from treadle.ir.group import Group
 from treadle.ir.interpret import call as call_reference
 from treadle.ir.interpret import run
 from treadle.ir.tolerance import REWRITE
 from treadle.ir.types import TensorType
-from treadle.passes.prove import Check, Outputs, Trial, worst_error
+from treadle.passes.prove import Check, Outputs, Trial, on_ranks, worst_error
 from treadle.passes.split import OpCall, PieceCall, SplitGraph
 
 Values = dict[Value, Any]
@@ -26,26 +27,42 @@ def prove_pieces(
     program: SplitGraph, pieces: Mapping[str, RangeDispatch], trial: Trial, wanted: Outputs
 ) -> list[Check]:
     """One check for each piece and token count, at the piece's first call; then `program`: compiled pieces, end to end,
-    against `wanted`, the outputs of the traced graph.
+    against `wanted`, the outputs of the traced graph. A program cut over ranks runs on all of them, as threads; of each
+    check the worst rank counts.
     """
-    params = dict(zip(program.params, trial.weights.of(program.params), strict=True))
-    checks: list[Check] = []
-    for tokens in trial.shapes:
-        start: Values = {**params, **_bound_inputs(program, trial.inputs(program, tokens))}
-        walk = _Walk(program, pieces, tokens, start)
-        checks += walk.run()
-        logits = walk.stitched[program.outputs[0]]
-        error = worst_error(wanted[tokens], [walk.stitched[value] for value in program.outputs])
-        checks.append(
-            Check(kind="program", name="compiled program", tokens=tokens, error=error, bound=_bound(logits))
-        )
-    return checks
+
+    def of_rank(group: Group | None) -> list[Check]:
+        weights = trial.weights.of(program.params, None if group is None else group.rank)
+        params = dict(zip(program.params, weights, strict=True))
+        checks: list[Check] = []
+        for tokens in trial.shapes:
+            start: Values = {**params, **_bound_inputs(program, trial.inputs(program, tokens))}
+            walk = _Walk(program, pieces, tokens, start, group)
+            checks += walk.run()
+            logits = walk.stitched[program.outputs[0]]
+            error = worst_error(wanted[tokens], [walk.stitched[value] for value in program.outputs])
+            checks.append(
+                Check(kind="program", name="compiled program", tokens=tokens, error=error, bound=_bound(logits))
+            )
+        return checks
+
+    nodes = [step.node for step in program.steps if isinstance(step, OpCall)]
+    by_rank = on_ranks(nodes, of_rank)
+    return [max(same, key=lambda check: check.error) for same in zip(*by_rank, strict=True)]
 
 
 class _Walk:
     """One run of the program twice over: `reference` by the IR, `stitched` by the compiled pieces."""
 
-    def __init__(self, program: SplitGraph, pieces: Mapping[str, RangeDispatch], tokens: int, start: Values):
+    def __init__(
+        self,
+        program: SplitGraph,
+        pieces: Mapping[str, RangeDispatch],
+        tokens: int,
+        start: Values,
+        group: Group | None = None,
+    ):
+        self._group = group
         self._program = program
         self._pieces = pieces
         self._tokens = tokens
@@ -57,7 +74,7 @@ class _Walk:
         for step in self._program.steps:
             if isinstance(step, OpCall):
                 for values in (self.reference, self.stitched):
-                    _define(values, step.outputs, call_reference(step.node, values, self._tokens))
+                    _define(values, step.outputs, call_reference(step.node, values, self._tokens, self._group))
                 continue
             expected = self._by_reference(step)
             if step.piece not in seen:

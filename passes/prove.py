@@ -5,21 +5,24 @@ Exact passes must keep every bit through the op references; changing ones keep t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
 from treadle.ir.errors import VerifyError
-from treadle.ir.graph import Graph
+from treadle.ir.graph import Graph, Node
+from treadle.ir.group import Group, run_ranks
 from treadle.ir.interpret import run
+from treadle.ir.ops.registry import get_op
 from treadle.ir.tolerance import REWRITE, relative_error
 from treadle.ir.types import TensorType
 from treadle.ir.verify import verify
 from treadle.passes.base import Pass
 from treadle.passes.seeded import SeededWeights, pick, seeded_inputs
 
+R = TypeVar("R")
 Kind = Literal["pass", "all passes", "piece", "program"]
 Outputs = dict[int, tuple[torch.Tensor, ...]]
 """Outputs of one graph for each token count."""
@@ -47,6 +50,12 @@ class Check:
         return {**asdict(self), "ok": self.ok}
 
 
+def on_ranks(nodes: Iterable[Node], work: Callable[[Group | None], R]) -> list[R]:
+    """`work` for each rank that the collectives among `nodes` are over, at the same time; once, without group, if there are none."""
+    world = max((node.attrs["world"] for node in nodes if get_op(node.op).collective), default=1)
+    return [work(None)] if world == 1 else run_ranks(world, work)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Trial:
     """What every form of one model is run on."""
@@ -61,11 +70,22 @@ class Trial:
         return seeded_inputs(graph.inputs, tokens, self.vocabulary, self.seed)
 
     def outputs(self, graph: Graph) -> Outputs:
-        """Runs the graph op by op at every token count."""
-        params = self.weights.of(graph.params)
-        return {
-            tokens: run(graph, pick(self.inputs(graph, tokens), graph.inputs), params) for tokens in self.shapes
-        }
+        """Runs the graph op by op at every token count; a graph cut over ranks on all of them, as threads.
+
+        Raises VerifyError if ranks end with different results.
+        """
+
+        def of_rank(group: Group | None) -> Outputs:
+            params = self.weights.of(graph.params, None if group is None else group.rank)
+            return {
+                tokens: run(graph, pick(self.inputs(graph, tokens), graph.inputs), params, group) for tokens in self.shapes
+            }
+
+        first, *others = on_ranks(graph.nodes, of_rank)
+        for rank, found in enumerate(others, 1):
+            if any(worst_error(first[tokens], found[tokens]) for tokens in self.shapes):
+                raise VerifyError(f"rank {rank} of {len(others) + 1} ends with another result than rank 0")
+        return first
 
 
 def make_trial(traced: Graph, shapes: Sequence[int], seed: int) -> Trial:

@@ -15,7 +15,7 @@ import torch
 from treadle.ir.errors import VerifyError
 from treadle.ir.graph import Graph, Param, Value
 from treadle.ir.types import StateType, TensorType
-from treadle.ir.weights import Literal, Load, Recipe
+from treadle.ir.weights import Literal, Load, Recipe, bind_rank
 
 VECTOR_SPREAD = 0.1
 
@@ -32,24 +32,24 @@ class SeededWeights:
         self._names = {recipe: str(number) for number, recipe in enumerate(self._drawn)}
         self._by_name = dict(zip(self._names.values(), self._drawn.values(), strict=True))
 
-    def of(self, params: Sequence[Param]) -> list[torch.Tensor]:
-        """Contiguous tensors for the parameters of a rewritten graph, in order.
+    def of(self, params: Sequence[Param], rank: int | None = None) -> list[torch.Tensor]:
+        """Contiguous tensors for the parameters of a rewritten graph, in order; of a graph cut over ranks, those of `rank`.
 
         Raises VerifyError for a recipe that reads what no parameter of the traced graph is made of.
         """
-        return [self._tensor(param) for param in params]
+        return [self._tensor(param, param.recipe if rank is None else bind_rank(param.recipe, rank)) for param in params]
 
-    def _tensor(self, param: Param) -> torch.Tensor:
-        if param.recipe not in self._made:
-            recipe = self._rebase(param.recipe)
+    def _tensor(self, param: Param, wanted: Recipe) -> torch.Tensor:
+        if wanted not in self._made:
+            recipe = self._rebase(wanted)
             try:
-                self._made[param.recipe] = recipe.evaluate(self._by_name.__getitem__).contiguous()
+                self._made[wanted] = recipe.evaluate(self._by_name.__getitem__).contiguous()
             except KeyError as error:
                 raise VerifyError(
                     f"weight %{param.name} reads {error.args[0]!r} in a way that the traced graph does not; "
                     "a pass may only combine whole weights of the traced graph"
                 ) from error
-        return self._made[param.recipe]
+        return self._made[wanted]
 
     def _rebase(self, recipe: Recipe) -> Recipe:
         """The recipe over drawn tensors: the largest parts that are a traced parameter's recipe become loads of them."""

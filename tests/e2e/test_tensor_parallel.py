@@ -90,8 +90,8 @@ def _check_manifest(bundle: Path) -> None:
         assert all(f"rank={rank}" in t.recipe for t in tensors if t.recipe.startswith("shard"))
     with pytest.raises(BundleError, match="weights for 2 ranks, not for rank 2"):
         manifest.weights_of(2)
-    with pytest.raises(ConfigError, match="verify runs one process"):
-        prove_bundle(bundle)
+    proof = prove_bundle(bundle, shapes=[1, 7])
+    assert not proof.failures and {"shard_tensor_parallel", "compiled program"} <= {check.name for check in proof.checks}
     with pytest.raises(UserError, match="compiled for 2"):
         LLM(bundle, tensor_parallel_size=4)
     with pytest.raises(ConfigError, match="cut over 2 ranks, and 1 runs here"):
