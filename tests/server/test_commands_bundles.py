@@ -85,8 +85,8 @@ def test_cache_ls_verify_diff_gc(bundle: Path, store: Path) -> None:
     del bundle
     rows = json.loads(treadle("cache", "ls", "--store", store, "--json").output)
     pieces = [row for row in rows if row["label"].startswith("piece")]
-    assert len(pieces) == 4 and "5 objects" in treadle("cache", "ls", "--store", store).output
-    assert "5 of 5 objects are sound" in treadle("cache", "verify", "--store", store).output
+    assert len(pieces) == 4 and "7 objects" in treadle("cache", "ls", "--store", store).output
+    assert "7 of 7 objects are sound" in treadle("cache", "verify", "--store", store).output
     shown = treadle("cache", "diff", pieces[0]["digest"][:12], pieces[1]["digest"][:12], "--store", store).output
     assert shown.startswith("ir: ") and "never part of a key" in shown
     digest = pieces[0]["digest"]
@@ -96,7 +96,7 @@ def test_cache_ls_verify_diff_gc(bundle: Path, store: Path) -> None:
     broken = treadle("cache", "verify", "--store", store)
     assert broken.exit_code == 1 and digest[:12] in broken.output
     assert "removed 1 objects" in treadle("cache", "gc", "--store", store).output
-    assert "removed 4 objects" in treadle("cache", "gc", "--store", store, "--max-size", "0").output
+    assert "removed 6 objects" in treadle("cache", "gc", "--store", store, "--max-size", "0").output
 
 
 def test_cache_explain_says_hit_or_miss_and_why(bundle: Path, folder: Path) -> None:
