@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from treadle.codegen.backends import BACKENDS
+from treadle.codegen import backends
 from treadle.codegen.config import CompileConfig, resolve_compile
 from treadle.codegen.manifest import Manifest
 from treadle.ir.config import Resolved
@@ -35,7 +35,7 @@ def settle_passes(resolved: Resolved[CompileConfig]) -> Resolved[CompileConfig]:
     from treadle.passes.pipeline import PipelineOptions, extra_passes, plan_pipeline
     from treadle.passes.registry import PASSES
 
-    for names in (PASSES.names, BACKENDS.names, plugin_ops):
+    for names in (PASSES.names, backends.BACKENDS.names, plugin_ops):
         names()  # looks up what plugins offer, and so finds a clash
     plan_pipeline(pipeline_options(resolved.config))
     asked = PipelineOptions(extra_passes=resolved.config.extra_passes)  # without those of a quantization scheme
@@ -64,5 +64,5 @@ def pipeline_options(config: CompileConfig) -> PipelineOptions:
         without=config.disabled_passes,
         extra_passes=(*scheme_passes(config.quantization), *config.extra_passes),
         tensor_parallel=config.tensor_parallel_size,
-        pack=getattr(BACKENDS.get(config.backend), "calls_kernels", False),
+        pack=getattr(backends.BACKENDS.get(config.backend), "calls_kernels", False),
     )

@@ -118,7 +118,7 @@ def test_nothing_is_compiled_after_ready(server: ServerProcess) -> None:
     with server.client(limits=httpx.Limits(max_connections=32)) as client, ThreadPoolExecutor(16) as pool:
         responses = list(pool.map(lambda request: client.post(request[0], json=request[1]), mixed_requests()))
     assert {response.status_code for response in responses} == {200}
-    assert all("error" not in response.text for response in responses)
+    assert all('"error":' not in response.text for response in responses)  # the model may well write the word
     assert server.metric("treadle_compilations_after_ready_total") == 0
     assert server.core().children() == []
     eventually(server.is_idle)
