@@ -159,13 +159,15 @@ def plan_pipeline(options: PipelineOptions) -> Plan:
         "clean": clean_passes(),
         "raise": raise_passes() if optimise or parallel else [],
         "fuse": fuse_passes() if optimise else [],
-        "lower": [*last_passes(), *parallel, *(target_passes() if options.pack and optimise else [])],
+        "lower": [*last_passes(), *parallel],
     }
     plan = {stage: [step for step in steps[stage] if step.name not in options.without] for stage in STAGES}
     extra = extra_passes(options)
     add_extra(plan, extra)
     for stage in {step.stage for step in extra}:
         plan[stage].append(EliminateDeadCode())  # what the extra passes left must not become an input of a piece
+    if options.pack and optimise:
+        plan["lower"] += [step for step in target_passes() if step.name not in options.without]
     check_requirements((step for stage in STAGES for step in plan[stage]), done=())
     return plan
 

@@ -50,6 +50,7 @@ PASSES = Registry(
         "fuse_rms_norm_quant": "treadle.passes.quant.fuse_quantize:FuseRmsNormQuant",
         "fuse_add_rms_norm_quant": "treadle.passes.quant.fuse_quantize:FuseAddRmsNormQuant",
         "fuse_gated_act_quant": "treadle.passes.quant.fuse_quantize:FuseGatedActQuant",
+        "fuse_all_reduce_rms_norm_quant": "treadle.passes.quant.fuse_quantize:FuseAllReduceRmsNormQuant",
     },
     group="treadle.passes",
 )

@@ -9,6 +9,7 @@ import sympy
 
 from treadle.ir.graph import Node, Param, Value
 from treadle.ir.ops.registry import get_op
+from treadle.ir.quant_key import QuantKey
 from treadle.ir.types import StateType, TensorType
 from treadle.passes.split import OpCall, PieceCall, SplitGraph
 
@@ -114,4 +115,4 @@ def _names(values: Any) -> list[str]:
 def _plain(attr: Any) -> Any:
     if isinstance(attr, list | tuple):
         return [_plain(item) for item in attr]
-    return str(attr) if isinstance(attr, sympy.Expr | str) else attr
+    return str(attr) if isinstance(attr, sympy.Expr | str | QuantKey) else attr

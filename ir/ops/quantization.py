@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from treadle.ir.group import Group
+from treadle.ir.ops.collectives import all_reduce_add_rms_norm, all_reduce_rms_norm
 from treadle.ir.ops.library import add_rms_norm, gated_act, rms_norm
 from treadle.ir.ops.registry import op
 from treadle.ir.quant_key import QuantKey
@@ -108,3 +110,56 @@ def add_rms_norm_quant(
 def gated_act_quant(gate: Tensor, up: Tensor, *, act: str, key: QuantKey) -> tuple[Tensor, Tensor]:
     """`gated_act`, then `quantize_dynamic`: returns (quantized, scale)."""
     return quantize_dynamic(gated_act(gate, up, act=act), key=key)
+
+
+def _normed_and_quantized(x: Tensor, *, key: QuantKey, **_: object) -> tuple[Tensor, Tensor]:
+    return quantize_dynamic(torch.empty_like(x), key=key)
+
+
+@op(
+    "all_reduce_rms_norm_quant(Tensor x, Tensor? weight=None, *, int world, float eps, float offset=0.0, "
+    "bool scale_in_f32=False, str key) -> (Tensor, Tensor)",
+    splits=True,
+    collective=True,
+    fake=lambda x, weight=None, **attrs: _normed_and_quantized(x, key=attrs["key"]),
+)
+def all_reduce_rms_norm_quant(
+    x: Tensor,
+    weight: Tensor | None = None,
+    *,
+    world: int,
+    eps: float,
+    offset: float = 0.0,
+    scale_in_f32: bool = False,
+    key: QuantKey,
+    group: Group | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`all_reduce_rms_norm`, then `quantize_dynamic`: returns (quantized, scale)."""
+    normed = all_reduce_rms_norm(x, weight, world=world, eps=eps, offset=offset, scale_in_f32=scale_in_f32, group=group)
+    return quantize_dynamic(normed, key=key)
+
+
+@op(
+    "all_reduce_add_rms_norm_quant(Tensor x, Tensor residual, Tensor? weight=None, *, int world, float eps, "
+    "float offset=0.0, bool scale_in_f32=False, str key) -> (Tensor, Tensor, Tensor)",
+    splits=True,
+    collective=True,
+    fake=lambda x, residual, weight=None, **attrs: (*_normed_and_quantized(x, key=attrs["key"]), torch.empty_like(residual)),
+)
+def all_reduce_add_rms_norm_quant(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    *,
+    world: int,
+    eps: float,
+    offset: float = 0.0,
+    scale_in_f32: bool = False,
+    key: QuantKey,
+    group: Group | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`all_reduce_add_rms_norm`, then `quantize_dynamic`: returns (quantized, scale, residual + sum)."""
+    normed, total = all_reduce_add_rms_norm(
+        x, residual, weight, world=world, eps=eps, offset=offset, scale_in_f32=scale_in_f32, group=group
+    )
+    return *quantize_dynamic(normed, key=key), total

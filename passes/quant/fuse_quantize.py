@@ -9,6 +9,9 @@
     %y = gated_act(%g, %u)              ->   %q, %t = gated_act_quant(%g, %u)
     %q, %t = quantize_dynamic(%y)
 
+    %y, %s = all_reduce_add_rms_norm(%x, %r, %w, world=2)
+    %q, %t = quantize_dynamic(%y)       ->   %q, %t, %s = all_reduce_add_rms_norm_quant(%x, %r, %w, world=2)
+
 Exact: the same op, then the same rounding. Does not handle a result that anything else reads, static scales, nor
 attention, whose kernel runs outside the pieces.
 """
@@ -28,13 +31,14 @@ QUANTIZE = "quantize_dynamic"
 class _Fuse(Pass):
     """What the passes share: they differ in the op that they start from."""
 
-    maker: ClassVar[str]
+    stage: ClassVar[str] = "lower"
+    makers: ClassVar[tuple[str, ...]]
 
     def run(self, graph: Graph) -> PassReport:
         report, rewriter, users = self.report(), Rewriter(graph), graph.users()
         dead: list[Node] = []
         for made in graph.nodes:
-            if made.op != self.maker:
+            if made.op not in self.makers:
                 continue
             readers = users.get(made.results[0], [])
             quantize = next((node for node in readers if node.op == QUANTIZE), None)
@@ -46,7 +50,7 @@ class _Fuse(Pass):
             _fuse(rewriter, made, quantize)
             dead += [made, quantize]
             report.sites.append(Site.of(made))
-            report.count(f"{self.maker}_quant")
+            report.count(f"{made.op}_quant")
         rewriter.apply(dead)
         return report
 
@@ -69,7 +73,7 @@ class FuseRmsNormQuant(_Fuse):
     requires: ClassVar[tuple[str, ...]] = ("quantize_dynamic",)
     produces: ClassVar[tuple[str, ...]] = ("rms_norm_quant",)
     after: ClassVar[tuple[str, ...]] = ("quantize_activations", "fuse_add_rms_norm")
-    maker: ClassVar[str] = "rms_norm"
+    makers: ClassVar[tuple[str, ...]] = ("rms_norm",)
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,7 @@ class FuseAddRmsNormQuant(_Fuse):
     requires: ClassVar[tuple[str, ...]] = ("quantize_dynamic",)
     produces: ClassVar[tuple[str, ...]] = ("add_rms_norm_quant",)
     after: ClassVar[tuple[str, ...]] = ("quantize_activations", "fuse_add_rms_norm")
-    maker: ClassVar[str] = "add_rms_norm"
+    makers: ClassVar[tuple[str, ...]] = ("add_rms_norm",)
 
 
 @dataclass(frozen=True)
@@ -89,4 +93,13 @@ class FuseGatedActQuant(_Fuse):
     requires: ClassVar[tuple[str, ...]] = ("quantize_dynamic",)
     produces: ClassVar[tuple[str, ...]] = ("gated_act_quant",)
     after: ClassVar[tuple[str, ...]] = ("quantize_activations", "raise_gated_act")
-    maker: ClassVar[str] = "gated_act"
+    makers: ClassVar[tuple[str, ...]] = ("gated_act",)
+
+
+@dataclass(frozen=True)
+class FuseAllReduceRmsNormQuant(_Fuse):
+    name: ClassVar[str] = "fuse_all_reduce_rms_norm_quant"
+    tier: ClassVar[Tier] = "exact"
+    requires: ClassVar[tuple[str, ...]] = ("quantize_dynamic",)
+    after: ClassVar[tuple[str, ...]] = ("quantize_activations", "fuse_all_reduce_rms_norm")
+    makers: ClassVar[tuple[str, ...]] = ("all_reduce_rms_norm", "all_reduce_add_rms_norm")

@@ -36,6 +36,7 @@ class QuantizeActivations(Pass):
 
     name: ClassVar[str] = "quantize_activations"
     tier: ClassVar[Tier] = "changing"
+    stage: ClassVar[str] = "lower"
     requires: ClassVar[tuple[str, ...]] = ("quantize_weights",)
     produces: ClassVar[tuple[str, ...]] = ("quantize_dynamic", "scaled_linear")
     after: ClassVar[tuple[str, ...]] = ("quantize_weights",)

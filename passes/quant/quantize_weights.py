@@ -22,8 +22,8 @@ from treadle.ir.weights import QuantizationScale, Quantize
 from treadle.passes.base import NearMiss, Pass, PassReport, Site, Tier
 from treadle.passes.rewriter import Rewriter
 
-_FUSIONS_BEFORE = ("fuse_qkv", "fuse_gate_up", "fuse_add_rms_norm")
-_AFTER_HEAD = ("aten.mul.", "aten.div.", "aten.tanh.", "aten.to.", "aten.reshape.", "aten.add.")
+_FUSIONS_BEFORE = ("fuse_qkv", "fuse_gate_up", "fuse_add_rms_norm", "shard_tensor_parallel", "fuse_all_reduce_rms_norm")
+_AFTER_HEAD = ("aten.mul.", "aten.div.", "aten.tanh.", "aten.to.", "aten.reshape.", "aten.add.", "aten.slice.", "all_gather")
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class QuantizeWeights(Pass):
 
     name: ClassVar[str] = "quantize_weights"
     tier: ClassVar[Tier] = "changing"
+    stage: ClassVar[str] = "lower"
     requires: ClassVar[tuple[str, ...]] = ("raise_linear",)
     produces: ClassVar[tuple[str, ...]] = ("weight_only_linear",)
     after: ClassVar[tuple[str, ...]] = _FUSIONS_BEFORE

@@ -19,7 +19,7 @@ class Scheme:
     doc: str
 
 
-_FUSIONS = ("fuse_rms_norm_quant", "fuse_add_rms_norm_quant", "fuse_gated_act_quant")
+_FUSIONS = ("fuse_rms_norm_quant", "fuse_add_rms_norm_quant", "fuse_gated_act_quant", "fuse_all_reduce_rms_norm_quant")
 
 INT8_WEIGHT_ONLY = Scheme(
     ('quantize_weights{element="i8"}',), "weights of linears in int8 with a scale for each output channel"

@@ -15,6 +15,7 @@ import torch
 from treadle.codegen.program import PROGRAM_INPUTS, KVLayer, Program, Step, check_program
 from treadle.ir.errors import BundleError, PluginError, VerifyError
 from treadle.ir.group import Group
+from treadle.ir.quant_key import parse_quant_key
 from treadle.kernels.native import NativeLibrary
 from treadle.runtime import forward_context
 from treadle.runtime.dispatch import GraphKeys
@@ -224,7 +225,7 @@ def _reference_step(
         row = get_op(step.op)
     except (VerifyError, PluginError) as error:
         raise BundleError(f"unknown op step {step.op!r}: {error}; compile the model again") from error
-    attrs = {name: step.attrs[name] for name in row.attributes}
+    attrs = {name: _attribute(step.attrs[name]) for name in row.attributes}
     if row.collective:
         attrs["group"] = group
     weights = dict(zip(step.attrs["operands"][len(sources) :], params, strict=True))
@@ -237,6 +238,11 @@ def _reference_step(
             values[target] = output
 
     return run
+
+
+def _attribute(value: Any) -> Any:
+    """An attribute as the op's reference takes it; a manifest holds a QuantKey as text."""
+    return parse_quant_key(value) if isinstance(value, str) and value.startswith("quant(") else value
 
 
 def _release(dead: Sequence[int]) -> BoundStep:

@@ -98,6 +98,23 @@ def _check_manifest(bundle: Path) -> None:
         LLM(bundle, executor="uni", **SETTINGS)
 
 
+def test_a_quantized_model_runs_on_two_ranks(tmp_path: Path, store: Path) -> None:
+    """int8 on both sides of products, cut over two processes: log-probabilities as close to float32 as in one process."""
+    save_model("llama", tmp_path / "llama")
+    found = []
+    for world, scheme in ((1, None), (1, "int8"), (2, "int8")):
+        output = tmp_path / f"{world}-{scheme}.bundle"
+        settings = {"backend": "eager", "dtype": "float32", "max_num_batched_tokens": 64, "quantization": scheme}
+        treadle.compile(tmp_path / "llama", output, store=store, tensor_parallel_size=world, **settings)
+        with LLM(output, **SETTINGS) as llm:
+            rows = llm.generate([prompts()[2]], GREEDY)[0].prompt_logprobs
+        assert rows is not None
+        found.append(torch.tensor([max(one.logprob for one in row.values()) for row in rows[1:] if row is not None]))
+    plain, one, two = found
+    noise = (one - plain).abs().max()
+    assert 0 < noise < 0.5 and (two - plain).abs().max() < 2 * noise + 1e-3
+
+
 def test_mp_needs_a_bundle_of_several_ranks(bundle: Path) -> None:
     with pytest.raises(ConfigError, match="--tensor-parallel-size 2"):
         LLM(bundle, executor="mp")

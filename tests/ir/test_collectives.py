@@ -97,6 +97,8 @@ def test_types_and_declarations() -> None:
         "reduce_scatter",
         "all_reduce_rms_norm",
         "all_reduce_add_rms_norm",
+        "all_reduce_rms_norm_quant",
+        "all_reduce_add_rms_norm_quant",
     }
     assert all(get_op(name).splits for name in collectives)
 

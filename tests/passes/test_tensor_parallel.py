@@ -35,6 +35,8 @@ from treadle.ir.weights import bind_rank
 from treadle.passes.library.fuse_all_reduce_rms_norm import FuseAllReduceRmsNorm
 from treadle.passes.library.shard_tensor_parallel import ShardTensorParallel
 from treadle.passes.pipeline import PipelineOptions, run_pipeline
+from treadle.passes.quant.fuse_quantize import FuseAllReduceRmsNormQuant
+from treadle.passes.quant.schemes import SCHEMES, scheme_passes
 
 ATTENTION = """graph @g(T in 1..64) {{
   input %x: f32[T,8]
@@ -104,7 +106,25 @@ NORMED = """graph @g(T in 1..64) {{
 }}
 """
 
+QUANTIZED = """graph @g(T in 1..64) {{
+  input %x: f32[T,8]
+  input %r: f32[T,8]
+  param %w: f32[8] = load("w")
+  %n, %total: f32[T,8], f32[T,8] = all_reduce_add_rms_norm(%x, %r, %w, world=2, eps=1e-06)   // norm | model.py:3
+  %q, %s: i8[T,8], f32[T,1] = quantize_dynamic(%n, key=quant(i8, per_token, dynamic))
+  %m: f32[T,8] = all_reduce_rms_norm(%total, %w, world=2, eps=1e-06)
+  %q2, %s2: i8[T,8], f32[T,2] = quantize_dynamic(%m, key=quant(i8, dynamic, per_group=4))
+{end}
+}}
+"""
+
 CASES = [
+    Case(
+        "fuse_all_reduce_rms_norm_quant",
+        FuseAllReduceRmsNormQuant(),
+        {"all_reduce_add_rms_norm_quant": 1, "all_reduce_rms_norm_quant": 1},
+        QUANTIZED.format(end="  return %q, %s, %q2, %s2, %total"),
+    ),
     Case(
         "shard_tensor_parallel_attention",
         ShardTensorParallel(2),
@@ -129,6 +149,12 @@ CASES = [
 ]
 
 REFUSALS = [
+    Refusal(
+        "a normed sum that is also read unquantized",
+        FuseAllReduceRmsNormQuant(),
+        "%n is read unquantized too",
+        QUANTIZED.format(end="  return %q, %s, %q2, %s2, %n, %m"),
+    ),
     Refusal(
         "heads that the ranks do not divide",
         ShardTensorParallel(3),
@@ -290,6 +316,29 @@ def test_ranks_share_pieces(name: str, level: int) -> None:
     hashes = [structural_hash(piece) for piece in stages.unified.pieces.values()]
     assert len(hashes) == len(set(hashes)) < 10
     assert not any("rank" in str(param.recipe) for piece in stages.unified.pieces.values() for param in piece.params)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES.names())
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2", "mixtral"])
+def test_quantized_ranks_equal_one_process(name: str, scheme: str) -> None:
+    """Quantized after the cut: rows of a share have scales of their own, so ranks differ from one process by rounding only."""
+    given = scheme_passes(scheme)
+    if "group=64" in str(given):
+        given = tuple(text.replace("group=64", "group=8") for text in given)
+    whole = run_pipeline(traced(name), PipelineOptions(extra_passes=given)).fused
+    cut = run_pipeline(traced(name), PipelineOptions(extra_passes=given, tensor_parallel=2)).fused
+    assert sum("linear" in node.op for node in cut.nodes) == sum("linear" in node.op for node in whole.nodes)
+    assert any(node.op in ("weight_only_linear", "scaled_linear") for node in cut.nodes)
+    assert any(node.op.endswith("rms_norm_quant") and "all_reduce" in node.op for node in cut.nodes) == (
+        "only" not in scheme and name != "gpt2"  # whose norms are layer norms
+    )
+    weights, inputs = Weights(traced(name)), example_inputs(whole)
+    plain, (wanted,) = outputs(run_pipeline(traced(name)).fused, weights, inputs)[0], outputs(whole, weights, inputs)
+    results = run_on_ranks(cut, 2, weights, inputs)
+    noise = (plain - wanted).abs().max()
+    for (found,) in results:
+        assert torch.equal(found, results[0][0])
+        assert (found - plain).abs().max() < 2 * noise + 1e-4, "no further from the unquantized model than one process is"
 
 
 def test_one_rank_calls_no_collective() -> None:
