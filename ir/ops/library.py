@@ -220,11 +220,26 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tens
 
     Each token's output is the weighted sum of its K experts. Runs the experts that are used, one after another.
     """
+    return each_expert(x, ids, weights, gate_up.__getitem__, down.__getitem__, act)
+
+
+def each_expert(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Callable[[int], Tensor],
+    down: Callable[[int], Tensor],
+    act: str,
+    round_input: Callable[[Tensor], Tensor] = lambda x: x,
+) -> Tensor:
+    """The body of `experts`: the weights come by expert, and `round_input` is done to what goes into each product."""
     out = torch.zeros_like(x)
+    x = round_input(x)
     for expert in torch.unique(ids).tolist():
         token, slot = torch.where(ids == expert)
-        gate, up = F.linear(x[token], gate_up[expert]).chunk(2, dim=-1)
-        done = F.linear(_ACTIVATIONS[act](gate) * up, down[expert]) * weights[token, slot, None]
+        gate, up = F.linear(x[token], gate_up(expert)).chunk(2, dim=-1)
+        inner = round_input(_ACTIVATIONS[act](gate) * up)
+        done = F.linear(inner, down(expert)) * weights[token, slot, None]
         out.index_add_(0, token, done.to(out.dtype))
     return out
 
@@ -266,6 +281,30 @@ def moe(
     (DeepSeek-V3). Weights are divided by their sum + epsilon if `renormalise`, then multiplied by `scale`, and rounded
     to x's dtype unless `weights_in_f32`. `shared` [T, H] is what shared experts gave; it is added at the end.
     """
+    weights, ids = route(
+        x, router, bias, top_k=top_k, scoring=scoring, renormalise=renormalise, epsilon=epsilon, scale=scale, groups=groups,
+        top_groups=top_groups, router_in_f32=router_in_f32, weights_in_f32=weights_in_f32,
+    )  # fmt: skip
+    out = experts(x, ids, weights, gate_up, down, act=act)
+    return out if shared is None else out + shared
+
+
+def route(
+    x: Tensor,
+    router: Tensor,
+    bias: Tensor | None,
+    *,
+    top_k: int,
+    scoring: str,
+    renormalise: bool,
+    epsilon: float,
+    scale: float,
+    groups: int,
+    top_groups: int,
+    router_in_f32: bool,
+    weights_in_f32: bool,
+) -> tuple[Tensor, Tensor]:
+    """Weights and ids [T, K] of each token's experts, as `moe` says."""
     logits = F.linear(x.float(), router.float()) if router_in_f32 else F.linear(x, router)
     wide = logits.float()
     scores = torch.softmax(wide, dim=-1) if scoring == "softmax" else torch.sigmoid(wide)
@@ -275,10 +314,7 @@ def moe(
         weights = weights / (total + epsilon if epsilon else total)
     if scale != 1.0:
         weights = weights * scale
-    if not weights_in_f32:
-        weights = weights.to(x.dtype)
-    out = experts(x, ids, weights, gate_up, down, act=act)
-    return out if shared is None else out + shared
+    return weights if weights_in_f32 else weights.to(x.dtype), ids
 
 
 def _choose(

@@ -5,13 +5,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from treadle.ir.group import Group
 from treadle.ir.ops.collectives import all_reduce_add_rms_norm, all_reduce_rms_norm
-from treadle.ir.ops.library import add_rms_norm, gated_act, rms_norm
+from treadle.ir.ops.library import add_rms_norm, each_expert, gated_act, rms_norm, route
 from treadle.ir.ops.registry import op
 from treadle.ir.quant_key import QuantKey
 from treadle.ir.quantize import dequantize_with, quantize_with, scale_of
@@ -68,6 +70,86 @@ def scaled_linear(
     else:
         total = F.linear(x.float(), weight.float()) * x_scale.float() * scale.float().squeeze(-1)
     return (total if bias is None else total + bias.float()).to(dtype)
+
+
+def _like_x(x: Tensor, **_: object) -> Tensor:
+    return torch.empty_like(x)
+
+
+@op(
+    "experts_quant(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor gate_up_scale, Tensor down, "
+    "Tensor down_scale, *, str act, str key, str? x_key=None) -> Tensor",
+    splits=True,
+    fake=_like_x,
+)
+def experts_quant(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    gate_up_scale: Tensor,
+    down: Tensor,
+    down_scale: Tensor,
+    *,
+    act: str,
+    key: QuantKey,
+    x_key: QuantKey | None = None,
+) -> Tensor:
+    """`experts` whose weights are stored quantized; scales [E, 2I, 1 or H / group] and [E, H, 1 or I / group].
+
+    With `x_key` what goes into each product is rounded to it too. Only the experts that are used are widened.
+    """
+
+    def wide(values: Tensor, scale: Tensor) -> Callable[[int], Tensor]:
+        return lambda expert: dequantize_with(values[expert], scale[expert], key).to(x.dtype)
+
+    def rounded(value: Tensor) -> Tensor:
+        if x_key is None:
+            return value
+        scale = scale_of(value, x_key)
+        return dequantize_with(quantize_with(value, scale, x_key), scale, x_key).to(value.dtype)
+
+    return each_expert(x, ids, weights, wide(gate_up, gate_up_scale), wide(down, down_scale), act, rounded)
+
+
+@op(
+    "moe_quant(Tensor x, Tensor router, Tensor gate_up, Tensor gate_up_scale, Tensor down, Tensor down_scale, "
+    "Tensor? bias=None, Tensor? shared=None, *, int top_k, str act, str scoring='softmax', bool renormalise=False, "
+    "float epsilon=0.0, float scale=1.0, int groups=1, int top_groups=1, bool router_in_f32=False, "
+    "bool weights_in_f32=False, str key, str? x_key=None) -> Tensor",
+    splits=True,
+    fake=_like_x,
+)
+def moe_quant(
+    x: Tensor,
+    router: Tensor,
+    gate_up: Tensor,
+    gate_up_scale: Tensor,
+    down: Tensor,
+    down_scale: Tensor,
+    bias: Tensor | None = None,
+    shared: Tensor | None = None,
+    *,
+    act: str,
+    key: QuantKey,
+    x_key: QuantKey | None = None,
+    top_k: int,
+    scoring: str = "softmax",
+    renormalise: bool = False,
+    epsilon: float = 0.0,
+    scale: float = 1.0,
+    groups: int = 1,
+    top_groups: int = 1,
+    router_in_f32: bool = False,
+    weights_in_f32: bool = False,
+) -> Tensor:
+    """`moe` whose experts are stored quantized, as in `experts_quant`; the router is not."""
+    weights, ids = route(
+        x, router, bias, top_k=top_k, scoring=scoring, renormalise=renormalise, epsilon=epsilon, scale=scale, groups=groups,
+        top_groups=top_groups, router_in_f32=router_in_f32, weights_in_f32=weights_in_f32,
+    )  # fmt: skip
+    out = experts_quant(x, ids, weights, gate_up, gate_up_scale, down, down_scale, act=act, key=key, x_key=x_key)
+    return out if shared is None else out + shared
 
 
 @op(

@@ -6,7 +6,9 @@
 Changing: activations are rounded to 8 bits. An input that several linears read is quantized once. `scales` makes inputs
 static: `"*down_proj*=0.02"` gives the linears whose weight matches that scale for the whole tensor, through
 `quantize_static`. `group` above 0 gives each run of so many values its own scale, which keeps outliers from the others;
-weights that match a pattern of `ignore` keep their input as it is. Does not handle experts, attention, nor linears whose weights are not quantized.
+weights that match a pattern of `ignore` keep their input as it is. Experts get the key as an attribute and round inside, the
+input and what goes into the second product; their scales are always dynamic. Does not handle attention, nor linears whose
+weights are not quantized.
 """
 
 from __future__ import annotations
@@ -64,6 +66,8 @@ class QuantizeActivations(Pass):
         dead: list[Node] = []
         done: dict[tuple[Value, QuantKey, float | None], _Quantized] = {}
         for node in graph.nodes:
+            if node.op in ("moe_quant", "experts_quant"):
+                self._round_experts(node, report)
             if node.op != "weight_only_linear":
                 continue
             x, weight = node.operand("x"), node.operand("weight")
@@ -86,6 +90,21 @@ class QuantizeActivations(Pass):
             report.count("dynamic" if scale is None else "static")
         rewriter.apply(dead)
         return report
+
+    def _round_experts(self, node: Node, report: PassReport) -> None:
+        """Experts round what goes into their products themselves: the op learns the key."""
+        if node.attrs.get("x_key") is not None:
+            return
+        for name in ("gate_up", "down"):
+            weight = node.operand(name)
+            assert weight is not None and isinstance(weight.type, TensorType)
+            if problem := self._objection(weight.name, weight.type):
+                report.near_misses.append(NearMiss.of(node, problem, 1))
+                return
+        element = node.attrs["key"].element
+        node.attrs["x_key"] = QuantKey(element, "per_group" if self.group else "per_token", self.group, dynamic=True)
+        report.sites.append(Site.of(node))
+        report.count("experts")
 
     def _objection(self, weight: str, x: TensorType) -> str | None:
         if pattern := next((p for p in self.ignore if fnmatchcase(weight, p)), None):

@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from tests.passes.harness import Case, Refusal, Weights, apply, example_inputs, outputs
+from tests.passes.harness import ARCHITECTURES, Case, Refusal, Weights, apply, example_inputs, outputs, traced
 from treadle.ir.errors import ConfigError, VerifyError
 from treadle.ir.hashing import structural_hash
 from treadle.ir.text import parse_graph, print_graph
 from treadle.passes.base import run_passes
-from treadle.passes.pipeline import PipelineOptions, plan_pipeline
+from treadle.passes.pipeline import PipelineOptions, plan_pipeline, run_pipeline
 from treadle.passes.quant.fuse_quantize import FuseAddRmsNormQuant, FuseGatedActQuant, FuseRmsNormQuant
 from treadle.passes.quant.quantize_activations import QuantizeActivations
 from treadle.passes.quant.quantize_weights import QuantizeWeights
@@ -47,6 +47,29 @@ WEIGHT_ONLY = _graph("""
   %rb: f32[T,6] = linear(%x, %b)
   return %up, %gate, %ra, %rb""")
 
+EXPERTS = _graph("""
+  input %x: f32[T,8]
+  param %router: f32[4,8] = load("router")
+  param %gate_up: f32[4,12,8] = load("gate_up")
+  param %down: f32[4,8,6] = load("down")
+  %scores: f32[T,4] = linear(%x, %router)
+  %best, %ids: f32[T,2], i64[T,2] = aten.topk.default(%scores, k=2)
+  %y: f32[T,8] = experts(%x, %ids, %best, %gate_up, %down, act='silu')   // mlp | model.py:5
+  return %y""")
+MOE = _graph("""
+  input %x: f32[T,8]
+  param %router: f32[4,8] = load("router")
+  param %gate_up: f32[4,12,8] = load("gate_up")
+  param %down: f32[4,8,6] = load("down")
+  %y: f32[T,8] = moe(%x, %router, %gate_up, %down, top_k=2, act='silu')   // mlp | model.py:5
+  return %y""")
+
+_RAW = """  param %gate_up: f32[4,12,8] = load("gate_up")
+  param %down: f32[4,8,6] = load("down")
+  %raw: f32[T,8] = moe(%x, %router, %gate_up, %down, top_k=2, act='silu')
+  %y: """
+MOE_QUANT = print_graph(apply(QuantizeWeights(), MOE)[0]).replace("  %y: ", _RAW).replace("return %y", "return %y, %raw")
+
 _QUANTIZED = """  %q, %s: i8[T,8], f32[T,1] = quantize_dynamic(%y, key=quant(i8, per_token, dynamic))
 """
 NORM = """
@@ -68,6 +91,9 @@ GATED = """
 """ + _QUANTIZED
 
 CASES = [
+    Case("quantize_weights_experts", QuantizeWeights(ignore=("router",)), {"experts": 1}, EXPERTS),
+    Case("quantize_weights_moe", QuantizeWeights(), {"experts": 1}, MOE),
+    Case("quantize_activations_moe", QuantizeActivations(), {"experts": 1}, MOE_QUANT),
     Case("quantize_weights", QuantizeWeights(), {"linear": 2}, LINEARS),
     Case("quantize_weights_fp8", QuantizeWeights(element="f8e4m3", ignore=("down*",)), {"linear": 1}, LINEARS),
     Case("quantize_weights_groups", QuantizeWeights(group=2), {"linear": 2}, LINEARS),
@@ -93,6 +119,8 @@ HEAD = _graph("""
 REFUSALS = [
     Refusal("the head", QuantizeWeights(), "it makes the logits", HEAD),
     Refusal("a tied head", QuantizeWeights(head=True), "is read by embedding too", HEAD),
+    Refusal("an ignored expert", QuantizeWeights(ignore=("down",)), "matches 'down' of ignore", MOE),
+    Refusal("odd groups of experts", QuantizeActivations(group=3), "do not divide into groups", MOE_QUANT),
     Refusal("an ignored name", QuantizeWeights(ignore=("*.weight",)), "matches '*.weight' of ignore", LINEARS),
     Refusal("odd groups", QuantizeWeights(group=5), "do not divide into groups of 5", LINEARS),
     Refusal("weights in full", QuantizeActivations(), "", LINEARS),
@@ -190,3 +218,19 @@ def test_all_together_on_a_block() -> None:
     assert [report.matched for report in reports] == [1, 1]
     assert len(fused.nodes) == len(unfused.nodes) - 2
     assert outputs(unfused, weights, inputs)[0].equal(outputs(fused, weights, inputs)[0])
+
+
+@pytest.mark.parametrize("scheme", SCHEMES.names())
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_architecture_quantizes(name: str, scheme: str) -> None:
+    """All linears but the head's and all experts, in every architecture; the logits move by rounding only."""
+    given = tuple(text.replace("group=64", "group=8") for text in scheme_passes(scheme))
+    plain = run_pipeline(traced(name)).fused
+    stages = run_pipeline(traced(name), PipelineOptions(extra_passes=given))
+    report = next(report for report in stages.reports if report.name == "quantize_weights")
+    takers = [node for node in plain.nodes if node.op in ("linear", "moe", "experts")]
+    assert report.matched == len(takers) - 1 and len(report.near_misses) == 1, report.near_misses
+    assert not any(node.op in ("moe", "experts") for node in stages.fused.nodes)
+    weights, inputs = Weights(traced(name)), example_inputs(plain)
+    (wanted,), (found,) = outputs(plain, weights, inputs), outputs(stages.fused, weights, inputs)
+    assert 0 < (wanted - found).abs().max() < 0.2 * wanted.abs().max()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from tests.passes import test_quant as quant
 from tests.passes import test_tensor_parallel as parallel
 from tests.passes.cases import CASES
 from tests.passes.harness import ARCHITECTURES, GOLDEN, apply, match_counts, traced
@@ -13,7 +14,7 @@ from treadle.passes.pipeline import run_pipeline
 
 def main() -> None:
     (GOLDEN / "passes").mkdir(exist_ok=True)
-    for case in (*CASES, *parallel.CASES):
+    for case in (*CASES, *parallel.CASES, *quant.CASES):
         graph, _ = apply(case.step, case.before)
         case.golden.write_text(print_graph(graph))
     counts = {}
