@@ -64,6 +64,8 @@ def _repeated_collective(node: Node, called: dict[tuple[object, ...], Node]) -> 
     twin = called.setdefault((node.op, operands, attrs), node)
     if twin is not node:
         return f"%{twin.results[0].name} is the same {node.op} of the same values already"
+    if node.op == "linear_all_reduce":
+        return None  # what is summed is its product, not its input
     for value in node.inputs():
         above = value.producer
         if above is not None and above.op == node.op and above.attrs == node.attrs and value is above.results[0]:

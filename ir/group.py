@@ -23,6 +23,10 @@ class Group(Protocol):
         """The sum over ranks, bitwise the same on each of them. `x` is not changed."""
         ...
 
+    def start_all_reduce(self, x: Tensor) -> Callable[[], Tensor]:
+        """Begins a sum over ranks and returns what waits for it; `x` must stay as it is until then."""
+        ...
+
     def all_gather(self, x: Tensor) -> list[Tensor]:
         """Every rank's tensor, in rank order; all have one shape."""
         ...
@@ -41,6 +45,10 @@ class ThreadGroup:
         for part in self.all_gather(x):
             total = total + part
         return total
+
+    def start_all_reduce(self, x: Tensor) -> Callable[[], Tensor]:
+        total = self.all_reduce(x)  # threads meet here: there is no message to wait for
+        return lambda: total
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
         shared = self._shared

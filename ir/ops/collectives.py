@@ -123,6 +123,30 @@ def all_reduce_add_rms_norm(
     return add_then_norm(total, residual, weight, eps=eps, offset=offset, scale_in_f32=scale_in_f32)
 
 
+def _product_like(x: Tensor, weight: Tensor, bias: Tensor | None = None, **_: object) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+@op(
+    "linear_all_reduce(Tensor x, Tensor weight, Tensor? bias=None, *, int world, int chunks) -> Tensor",
+    splits=True,
+    collective=True,
+    fake=_product_like,
+)
+def linear_all_reduce(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, world: int, chunks: int, group: Group | None = None
+) -> Tensor:
+    """`all_reduce(linear(x, weight, bias))` in `chunks` runs of tokens: one is summed while the next is computed.
+
+    x [T, K], weight [N, K] -> [T, N]. A bias is part of every rank's product, so all ranks but one have zeros for it.
+    """
+    if world == 1:
+        return F.linear(x, weight, bias)
+    reached = _reached(group, world, "linear_all_reduce")
+    waiting = [reached.start_all_reduce(F.linear(part, weight, bias)) for part in x.chunk(chunks)]
+    return torch.cat([finish() for finish in waiting])
+
+
 @op("embedding_shard(Tensor table, Tensor ids, Tensor start) -> Tensor")
 def embedding_shard(table: Tensor, ids: Tensor, start: Tensor) -> Tensor:
     """Rows of one rank's share of a table: table [V/world, H], ids [...], start [] -> [..., H].

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,18 @@ class GlooGroup:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over ranks. Raises RuntimeError if a rank is gone."""
+        return self.start_all_reduce(x)()
+
+    def start_all_reduce(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Sends from gloo's own thread while the caller computes. What it returns raises RuntimeError if a rank is gone."""
         total = x.clone(memory_format=torch.contiguous_format)
-        self._processes.allreduce([total]).wait()
-        return total
+        sending = self._processes.allreduce([total])
+
+        def finish() -> torch.Tensor:
+            sending.wait()
+            return total
+
+        return finish
 
     def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
         """Every rank's tensor, in rank order. Raises RuntimeError if a rank is gone."""

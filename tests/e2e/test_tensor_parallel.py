@@ -37,10 +37,13 @@ def prompts() -> list[list[int]]:
     return [torch.randint(3, 320, (length,), generator=generator).tolist() for length in (1, 7, 40)]
 
 
-def assert_equal_to_one_process(name: str, folder: Path, store: Path, **settings: Any) -> Path:
-    """Greedy and sampled tokens, and log-probabilities within tolerance. Returns the bundle of two ranks."""
+def assert_equal_to_one_process(name: str, folder: Path, store: Path, passes: str = "", **settings: Any) -> Path:
+    """Greedy and sampled tokens, and log-probabilities within tolerance. Returns the bundle of two ranks, made with `passes`."""
     save_model(name, folder / name)
-    bundles = [compile_for(world, folder / name, store, **settings) for world in (1, 2)]
+    bundles = [
+        compile_for(1, folder / name, store, **settings),
+        compile_for(2, folder / name, store, passes=passes, **settings),
+    ]
     found = []
     for bundle, executor in zip(bundles, ("uni", "mp"), strict=True):
         with LLM(bundle, **SETTINGS) as llm:
@@ -96,6 +99,13 @@ def _check_manifest(bundle: Path) -> None:
         LLM(bundle, tensor_parallel_size=4)
     with pytest.raises(ConfigError, match="cut over 2 ranks, and 1 runs here"):
         LLM(bundle, executor="uni", **SETTINGS)
+
+
+def test_sums_that_overlap_products(tmp_path: Path, store: Path) -> None:
+    """Asynchronous sums over gloo, while the next product is computed: tokens equal one process."""
+    bundle = assert_equal_to_one_process("llama", tmp_path, store, passes="overlap_all_reduce")
+    steps = [step.op for step in open_bundle(bundle).manifest.program.steps if step.kind == "op"]
+    assert steps.count("linear_all_reduce") == 6 and "all_reduce_add_rms_norm" not in steps
 
 
 def test_a_quantized_model_runs_on_two_ranks(tmp_path: Path, store: Path) -> None:

@@ -98,6 +98,7 @@ def test_types_and_declarations() -> None:
         "all_reduce_rms_norm",
         "all_reduce_add_rms_norm",
         "all_reduce_rms_norm_quant",
+        "linear_all_reduce",
         "all_reduce_add_rms_norm_quant",
     }
     assert all(get_op(name).splits for name in collectives)

@@ -33,6 +33,7 @@ from treadle.ir.text import parse_graph, print_graph
 from treadle.ir.verify import verify
 from treadle.ir.weights import bind_rank
 from treadle.passes.library.fuse_all_reduce_rms_norm import FuseAllReduceRmsNorm
+from treadle.passes.library.overlap_all_reduce import OverlapAllReduce
 from treadle.passes.library.shard_tensor_parallel import ShardTensorParallel
 from treadle.passes.pipeline import PipelineOptions, run_pipeline
 from treadle.passes.quant.fuse_quantize import FuseAllReduceRmsNormQuant
@@ -118,7 +119,29 @@ QUANTIZED = """graph @g(T in 1..64) {{
 }}
 """
 
+OVERLAP = """graph @g(T in 1..64) {{
+  input %x: f32[T,8]
+  input %r: f32[T,8]
+  param %w: f32[8,8] = load("w")
+  param %b: f32[8] = load("b")
+  param %g: f32[8] = load("g")
+  %p: f32[T,8] = linear(%x, %w, %b)   // o | model.py:3
+  %y: f32[T,8] = all_reduce(%p, world=2)
+  %p2: f32[T,8] = linear(%y, %w)   // down | model.py:4
+  %n, %s: f32[T,8], f32[T,8] = all_reduce_add_rms_norm(%p2, %r, %g, world=2, eps=1e-06)
+  %p3: f32[T,8] = linear(%n, %w)
+  %m: f32[T,8] = all_reduce_rms_norm(%p3, %g, world=2, eps=1e-06, offset=1.0)
+{end}
+}}
+"""
+
 CASES = [
+    Case(
+        "overlap_all_reduce",
+        OverlapAllReduce(chunks=3),
+        {"all_reduce": 1, "add_rms_norm": 1, "rms_norm": 1},
+        OVERLAP.format(end="  return %m, %s"),
+    ),
     Case(
         "fuse_all_reduce_rms_norm_quant",
         FuseAllReduceRmsNormQuant(),
@@ -149,6 +172,12 @@ CASES = [
 ]
 
 REFUSALS = [
+    Refusal(
+        "a product that is read elsewhere, and sums of no product",
+        OverlapAllReduce(),
+        "%n is made by add_rms_norm, not by a linear",
+        NORMED.format(end="  return %m, %total"),
+    ),
     Refusal(
         "a normed sum that is also read unquantized",
         FuseAllReduceRmsNormQuant(),
@@ -316,6 +345,22 @@ def test_ranks_share_pieces(name: str, level: int) -> None:
     hashes = [structural_hash(piece) for piece in stages.unified.pieces.values()]
     assert len(hashes) == len(set(hashes)) < 10
     assert not any("rank" in str(param.recipe) for piece in stages.unified.pieces.values() for param in piece.params)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "qwen3_moe"])
+def test_overlapped_sums_equal_one_process(name: str) -> None:
+    """C07-05: attention and MLP blocks sum in runs of tokens; the logits are those of one process."""
+    options = PipelineOptions(tensor_parallel=2, extra_passes=("overlap_all_reduce{chunks=3}",))
+    stages = run_pipeline(traced(name), options)
+    report = next(report for report in stages.reports if report.name == "overlap_all_reduce")
+    assert report.matched >= 2
+    whole = _whole(name)
+    weights, inputs = Weights(traced(name)), example_inputs(whole)
+    (wanted,) = outputs(whole, weights, inputs)
+    for (given,) in run_on_ranks(stages.fused, 2, weights, inputs):
+        assert_same(wanted, given, exact=False)
+    with pytest.raises(ConfigError, match="chunks=1"):
+        OverlapAllReduce(chunks=1)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES.names())
