@@ -27,6 +27,10 @@ class Group(Protocol):
         """Begins a sum over ranks and returns what waits for it; `x` must stay as it is until then."""
         ...
 
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """This rank's run of rows of the sum over ranks; the rows are a multiple of the ranks."""
+        ...
+
     def all_gather(self, x: Tensor) -> list[Tensor]:
         """Every rank's tensor, in rank order; all have one shape."""
         ...
@@ -49,6 +53,9 @@ class ThreadGroup:
     def start_all_reduce(self, x: Tensor) -> Callable[[], Tensor]:
         total = self.all_reduce(x)  # threads meet here: there is no message to wait for
         return lambda: total
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        return self.all_reduce(x).chunk(self.world)[self.rank].contiguous()
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
         shared = self._shared

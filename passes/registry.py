@@ -45,6 +45,7 @@ PASSES = Registry(
         "shard_tensor_parallel": "treadle.passes.library.shard_tensor_parallel:ShardTensorParallel",
         "fuse_all_reduce_rms_norm": "treadle.passes.library.fuse_all_reduce_rms_norm:FuseAllReduceRmsNorm",
         "overlap_all_reduce": "treadle.passes.library.overlap_all_reduce:OverlapAllReduce",
+        "sequence_parallel": "treadle.passes.library.sequence_parallel:SequenceParallel",
         "prepack_weights": "treadle.passes.library.prepack_weights:PrepackWeights",
         "quantize_weights": "treadle.passes.quant.quantize_weights:QuantizeWeights",
         "quantize_activations": "treadle.passes.quant.quantize_activations:QuantizeActivations",

@@ -17,7 +17,8 @@ from treadle.ir.ops.library import rms_norm
 from treadle.ir.ops.registry import op
 
 
-def _reached(group: Group | None, world: int, name: str) -> Group:
+def reached(group: Group | None, world: int, name: str) -> Group:
+    """The group of a collective. Raises VerifyError if there is none, or one of another size."""
     if group is None:
         raise VerifyError(f"{name} over {world} ranks needs a group: run the graph with one for each rank")
     if group.world != world:
@@ -30,7 +31,7 @@ def _like_x(x: Tensor, **_: object) -> Tensor:
 
 
 def _sum(x: Tensor, world: int, group: Group | None, name: str) -> Tensor:
-    return x if world == 1 else _reached(group, world, name).all_reduce(x)
+    return x if world == 1 else reached(group, world, name).all_reduce(x)
 
 
 @op("all_reduce(Tensor x, *, int world) -> Tensor", splits=True, collective=True, fake=_like_x)
@@ -50,7 +51,7 @@ def all_gather(x: Tensor, *, world: int, dim: int = -1, group: Group | None = No
     """Every rank's x joined along `dim` in rank order, on every rank."""
     if world == 1:
         return x
-    return torch.cat(_reached(group, world, "all_gather").all_gather(x), dim)
+    return torch.cat(reached(group, world, "all_gather").all_gather(x), dim)
 
 
 def _scattered(x: Tensor, *, world: int, dim: int = -1) -> Tensor:
@@ -66,8 +67,8 @@ def reduce_scatter(x: Tensor, *, world: int, dim: int = -1, group: Group | None 
     """This rank's equal share, along `dim`, of the sum of every rank's x."""
     if world == 1:
         return x
-    reached = _reached(group, world, "reduce_scatter")
-    return reached.all_reduce(x).chunk(world, dim)[reached.rank].contiguous()
+    others = reached(group, world, "reduce_scatter")
+    return others.all_reduce(x).chunk(world, dim)[others.rank].contiguous()
 
 
 def _normed(x: Tensor, weight: Tensor | None = None, **_: object) -> Tensor:
@@ -142,8 +143,8 @@ def linear_all_reduce(
     """
     if world == 1:
         return F.linear(x, weight, bias)
-    reached = _reached(group, world, "linear_all_reduce")
-    waiting = [reached.start_all_reduce(F.linear(part, weight, bias)) for part in x.chunk(chunks)]
+    others = reached(group, world, "linear_all_reduce")
+    waiting = [others.start_all_reduce(F.linear(part, weight, bias)) for part in x.chunk(chunks)]
     return torch.cat([finish() for finish in waiting])
 
 

@@ -105,7 +105,8 @@ def _load_library() -> None:
     import treadle.ir.ops.collectives
     import treadle.ir.ops.library
     import treadle.ir.ops.packed
-    import treadle.ir.ops.quantization  # noqa: F401  (all register their rows)
+    import treadle.ir.ops.quantization
+    import treadle.ir.ops.token_shards  # noqa: F401  (all register their rows)
 
 
 def _load_plugin_op(plugin: Plugin) -> Op:

@@ -41,6 +41,12 @@ class GlooGroup:
 
         return finish
 
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's run of rows of the sum over ranks. Raises RuntimeError if a rank is gone."""
+        share = x.new_empty((x.shape[0] // self.world, *x.shape[1:]))
+        self._processes._reduce_scatter_base(share, x.contiguous()).wait()
+        return share
+
     def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
         """Every rank's tensor, in rank order. Raises RuntimeError if a rank is gone."""
         x = x.contiguous()

@@ -108,6 +108,13 @@ def test_sums_that_overlap_products(tmp_path: Path, store: Path) -> None:
     assert steps.count("linear_all_reduce") == 6 and "all_reduce_add_rms_norm" not in steps
 
 
+def test_tokens_on_shares(tmp_path: Path, store: Path) -> None:
+    """Sequence parallel over gloo: prompts of odd lengths and single tokens, which not every rank has a row of."""
+    bundle = assert_equal_to_one_process("llama", tmp_path, store, passes="sequence_parallel")
+    steps = [step.op for step in open_bundle(bundle).manifest.program.steps if step.kind == "op"]
+    assert steps.count("reduce_scatter_rows") == 6 and steps.count("own_rows") == 1
+
+
 def test_a_quantized_model_runs_on_two_ranks(tmp_path: Path, store: Path) -> None:
     """int8 on both sides of products, cut over two processes: log-probabilities as close to float32 as in one process."""
     save_model("llama", tmp_path / "llama")

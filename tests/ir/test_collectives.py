@@ -99,6 +99,9 @@ def test_types_and_declarations() -> None:
         "all_reduce_add_rms_norm",
         "all_reduce_rms_norm_quant",
         "linear_all_reduce",
+        "reduce_scatter_rows",
+        "own_rows",
+        "all_gather_rows",
         "all_reduce_add_rms_norm_quant",
     }
     assert all(get_op(name).splits for name in collectives)

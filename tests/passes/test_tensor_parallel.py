@@ -34,6 +34,7 @@ from treadle.ir.verify import verify
 from treadle.ir.weights import bind_rank
 from treadle.passes.library.fuse_all_reduce_rms_norm import FuseAllReduceRmsNorm
 from treadle.passes.library.overlap_all_reduce import OverlapAllReduce
+from treadle.passes.library.sequence_parallel import SequenceParallel
 from treadle.passes.library.shard_tensor_parallel import ShardTensorParallel
 from treadle.passes.pipeline import PipelineOptions, run_pipeline
 from treadle.passes.quant.fuse_quantize import FuseAllReduceRmsNormQuant
@@ -135,7 +136,26 @@ OVERLAP = """graph @g(T in 1..64) {{
 }}
 """
 
+SEQUENCE = """graph @g(T in 1..64) {{
+  input %x: f32[T,8]
+  input %r: f32[T,8]
+  param %w: f32[8] = load("w")
+  %n, %s: f32[T,8], f32[T,8] = all_reduce_add_rms_norm(%x, %r, %w, world=2, eps=1e-06)   // norm | model.py:3
+  %a: f32[T,8] = aten.neg.default(%n)
+  %m, %t: f32[T,8], f32[T,8] = all_reduce_add_rms_norm(%a, %s, %w, world=2, eps=1e-06)
+  %b: f32[T,8] = aten.neg.default(%m)
+  %z: f32[T,8] = all_reduce_rms_norm(%b, world=2, eps=1e-06)
+{end}
+}}
+"""
+
 CASES = [
+    Case(
+        "sequence_parallel",
+        SequenceParallel(),
+        {"add_rms_norm": 2, "rms_norm": 1},
+        SEQUENCE.format(end="  return %z, %t"),
+    ),
     Case(
         "overlap_all_reduce",
         OverlapAllReduce(chunks=3),
@@ -172,6 +192,12 @@ CASES = [
 ]
 
 REFUSALS = [
+    Refusal(
+        "a sum without a norm",
+        SequenceParallel(),
+        "no norm follows the sum",
+        VOCABULARY.replace("rms_norm(%h, eps=1e-06)", "all_reduce(%h, world=2)"),
+    ),
     Refusal(
         "a product that is read elsewhere, and sums of no product",
         OverlapAllReduce(),
@@ -345,6 +371,24 @@ def test_ranks_share_pieces(name: str, level: int) -> None:
     hashes = [structural_hash(piece) for piece in stages.unified.pieces.values()]
     assert len(hashes) == len(set(hashes)) < 10
     assert not any("rank" in str(param.recipe) for piece in stages.unified.pieces.values() for param in piece.params)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "mixtral"])
+def test_tokens_on_shares_equal_one_process(name: str, world: int) -> None:
+    """Sequence parallel, with token counts that the ranks do not divide: the bits of the sums on all tokens."""
+    options = PipelineOptions(tensor_parallel=world, extra_passes=("sequence_parallel",))
+    stages = run_pipeline(traced(name), options)
+    report = next(report for report in stages.reports if report.name == "sequence_parallel")
+    whole = run_pipeline(traced(name), PipelineOptions(tensor_parallel=world))
+    fused = sum(node.op.startswith("all_reduce_") for node in whole.fused.nodes)
+    assert report.matched == fused > 0
+    if world != 3:  # which the heads do not divide, so that attention stays whole
+        assert sum(node.op == "own_rows" for node in stages.fused.nodes) == 1, "residuals stay on shares"
+    weights, inputs = Weights(traced(name)), example_inputs(whole.fused)
+    wanted = run_on_ranks(whole.fused, world, weights, inputs)
+    for one, other in zip(wanted, run_on_ranks(stages.fused, world, weights, inputs), strict=True):
+        assert_same(one[0], other[0], exact=True)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "qwen3_moe"])
