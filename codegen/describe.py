@@ -35,6 +35,8 @@ from treadle.ir.graph import Param
 from treadle.ir.text import print_graph
 from treadle.ir.types import TensorType
 
+STORAGE_REPORT = "reports/storage.json"
+
 if TYPE_CHECKING:
     from treadle.ir.source import ModelSource
     from treadle.passes.pipeline import CompiledStages
@@ -91,12 +93,23 @@ def fill_bundle(writer: BundleWriter, compiled: CompiledModel) -> Manifest:
         ],
         tokenizer=_add_tokenizer(writer, compiled.source),
         stages=stages,
-        reports=[writer.add_bytes("reports/passes.json", reports.encode()), *_add_profit(writer, compiled.profit)],
+        reports=[
+            writer.add_bytes("reports/passes.json", reports.encode()),
+            writer.add_bytes(STORAGE_REPORT, _storage(compiled.stages.unified)),
+            *_add_profit(writer, compiled.profit),
+        ],
         settings=setting_rows(compiled.resolved),
         times=[],
         files=[],
         plugins=list(compiled.plugins),
     )
+
+
+def _storage(unified: SplitGraph) -> bytes:
+    """The checked storage plans; plans belong to the passes, which are imported only to compile."""
+    from treadle.passes.storage_report import storage_report
+
+    return json.dumps(storage_report(unified), indent=1).encode()
 
 
 def _add_profit(writer: BundleWriter, profit: Profit | None) -> list[str]:

@@ -65,15 +65,18 @@ def load_aoti(path: Path) -> Artifact:
 
 
 def load_ir(path: Path) -> Artifact:
-    """IR text, run op by op. Outputs are contiguous, as those of every artifact."""
-    from treadle.ir.interpret import run
+    """IR text, run op by op in the bytes of its storage plan. Outputs are contiguous, as those of every artifact."""
     from treadle.ir.text import parse_graph
+    from treadle.passes.bufferise import plan_graph
+    from treadle.passes.bufferise_check import check_plan, run_planned
 
     graph = parse_graph(path.read_text())
+    plan = plan_graph(graph)
+    check_plan(graph, plan)
     count = len(graph.inputs)
 
     def call(arguments: Tensors) -> Sequence[torch.Tensor]:
-        return [output.contiguous() for output in run(graph, arguments[:count], arguments[count:])]
+        return [output.contiguous() for output in run_planned(graph, plan, arguments[:count], arguments[count:])]
 
     return call
 

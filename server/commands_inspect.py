@@ -69,6 +69,17 @@ def _dispatch_text(bundle: Bundle, graph_mode: str | None) -> str:
     return "\n".join(lines)
 
 
+def _storage_lines(storage: dict[str, Any] | None) -> list[str]:
+    """Planned bytes of computed values at the most tokens; what is returned has storage of its own."""
+    if storage is None:
+        return []
+    lines = ["", f"memory at {storage['tokens']} tokens (shared arena, without sharing, outputs, results in place, views)"]
+    for name, row in [*storage["pieces"].items(), ("between", storage["between"])]:
+        sizes = "".join(f"{_mb(row[key]):>12}" for key in ("arena_bytes", "unshared_bytes", "output_bytes"))
+        lines.append(f"  {name:<12}{sizes}{row['in_place']:>5}{row['views']:>5}")
+    return lines
+
+
 def _write_page(bundle: Bundle, out: Path, *, timed: bool) -> None:
     from treadle.server.inspect_html import render_page
 
@@ -96,6 +107,7 @@ def summarise(bundle: Bundle) -> dict[str, Any]:
         "limits": msgspec.to_builtins(manifest.limits),
         "stages": [Path(path).stem.partition("-")[2] for path in manifest.stages],
         "passes": _reports(bundle),
+        "storage": _optional_report(bundle, "reports/storage.json"),
         "measured": _optional_report(bundle, "reports/profit.json"),
         "proof": _optional_report(bundle, "reports/verify.json"),
         "pieces": [
@@ -152,6 +164,7 @@ def render(summary: dict[str, Any], *, with_misses: bool = False) -> str:
     for piece in summary["pieces"]:
         where = _spans(piece["layers"]) or "-"
         lines.append(f"  {piece['name']:<12}{piece['calls']:>5}{_mb(piece['bytes']):>12}  {where}")
+    lines += _storage_lines(summary["storage"])
     lines += ["", "dispatch (tokens of a step -> artifact)"]
     for name, rows in summary["dispatch"].items():
         for row in rows:

@@ -77,7 +77,7 @@ def _header(bundle: Bundle) -> str:
     tools = ", ".join(f"{name} {version}" for name, version in manifest.toolchain.items())
     links = "".join(
         f'<a href="#{anchor}">{anchor}</a>'
-        for anchor in ("pipeline", "passes", "stages", "pieces", "dispatch", "settings", "times")
+        for anchor in ("pipeline", "passes", "stages", "pieces", "dispatch", "memory", "settings", "times")
     )
     return (
         f'<header><h1>{_text(model.name)}</h1><p class="quiet">{_text(bundle.root.name)} · made with {_text(tools)}</p>'
@@ -278,8 +278,22 @@ def _dispatch(manifest: Manifest) -> str:
     return _table(["piece", "tokens of a step", "artifact"], rows)
 
 
+def _storage(report: Mapping[str, Any]) -> str:
+    """Planned bytes of computed values, for each piece and between pieces."""
+    rows = [
+        f"<tr><td>{_text(name)}</td><td><code>{_text(row['arena'])}</code></td>"
+        + "".join(f'<td class="num">{_size(row[key])}</td>' for key in ("arena_bytes", "unshared_bytes", "output_bytes"))
+        + f'<td class="num">{row["in_place"]}</td><td class="num">{row["views"]}</td></tr>'
+        for name, row in [*report["pieces"].items(), ("between pieces", report["between"])]
+    ]
+    heads = ["piece", "arena, bytes", f"at {report['tokens']} tokens", "without sharing", "outputs", "in place", "views"]
+    return _table(heads, rows)
+
+
 def _stored_reports(bundle: Bundle) -> Iterator[str]:
-    """What was measured at compile time and what `treadle verify` found, if the bundle has it."""
+    """The storage plans, what was measured at compile time and what `treadle verify` found, if the bundle has it."""
+    if "reports/storage.json" in bundle.manifest.reports:
+        yield _section("memory", "Memory", _storage(json.loads(bundle.file("reports/storage.json").read_bytes())))
     if "reports/profit.json" in bundle.manifest.reports:
         yield _section("measured", "Measured choices", _profit(json.loads(bundle.file("reports/profit.json").read_bytes())))
     if "reports/verify.json" in bundle.manifest.reports:

@@ -21,6 +21,7 @@ from treadle.passes.aliases import Affine
 from treadle.passes.bufferise import Buffer, Place, Plan, plan_graph, plan_program
 from treadle.passes.bufferise_check import check_plan, run_planned
 from treadle.passes.pipeline import run_pipeline
+from treadle.passes.storage_report import storage_report
 
 CHAIN = """graph @chain(T in 1..64) {
   input %x: f32[T,16]
@@ -33,6 +34,18 @@ CHAIN = """graph @chain(T in 1..64) {
   return %e
 }
 """
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "mixtral"])
+def test_a_program_reports_its_memory(architecture: str) -> None:
+    """Each piece and what lies between them, from checked plans; sharing takes less than giving every value its own bytes."""
+    program = run_pipeline(traced(architecture)).unified
+    report = storage_report(program)
+    assert set(report["pieces"]) == set(program.pieces) and report["tokens"] == program.tokens[1]
+    rows = [*report["pieces"].values(), report["between"]]
+    assert all(row["arena_bytes"] + row["output_bytes"] <= row["unshared_bytes"] for row in rows)
+    assert sum(row["arena_bytes"] for row in rows) < sum(row["unshared_bytes"] for row in rows) / 2
+    assert any(row["in_place"] for row in rows) and any(row["views"] for row in rows)
 
 
 def test_a_chain_takes_two_places() -> None:

@@ -50,7 +50,7 @@ def test_the_page_needs_nothing_but_itself(bundle: Path, tmp_path: Path) -> None
     assert "b<i>" not in text and "b&lt;i&gt;&amp;.bundle" in text
     for words in ("raise_rope", "fuse_qkv", "pieces/layer-1-64.ir", "model.layers.0", "T = 16", "asked for"):
         assert words in text, words
-    assert text.count("<section") == text.count("</section>") == 7
+    assert text.count("<section") == text.count("</section>") == 8
 
 
 def test_a_browser_shows_one_diff_and_opens_what_is_folded(bundle: Path, tmp_path: Path) -> None:
