@@ -8,6 +8,7 @@ import sys
 import typer
 
 from treadle.ir.errors import TreadleError
+from treadle.runtime.executor.threads import wait_passively
 from treadle.server.environment import log_level
 from treadle.server.lazy_commands import LazyGroup
 
@@ -37,6 +38,7 @@ def _root(
 
 def main() -> None:
     """Runs the command line and exits."""
+    wait_passively()  # before anything imports torch: commands that time or prove pieces compute in this process
     try:
         app()
     except TreadleError as error:
