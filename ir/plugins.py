@@ -26,6 +26,7 @@ GROUPS = {
     "treadle.artifact_formats": "a loader of a backend's artifacts, under the format's name",
     "treadle.model_adapters": "a function that prepares a model for tracing, under the architecture's name",
     "treadle.quantization_schemes": "a quantization scheme, under its name",
+    "treadle.structured_backends": "a backend of structured output, under its name",
 }
 """Every entry-point group that treadle looks into, and what its entries are."""
 

@@ -73,6 +73,19 @@ class EngineConfig:
         doc="what logprobs show",
         choices=("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"),
     )
+    structured_output_backend: str = option(
+        "auto", role=RUNTIME, doc="a grammar backend, or 'auto' for the first that can hold a constraint exactly"
+    )
+    structured_output_timeout: float = option(10.0, role=RUNTIME, doc="seconds that compiling one grammar may take")
+    structured_output_max_bytes: int = option(1 << 20, role=RUNTIME, doc="largest source of a grammar")
+    structured_output_max_depth: int = option(100, role=RUNTIME, doc="deepest nesting of a JSON schema's text")
+    structured_output_max_whitespace: int = option(
+        16, role=RUNTIME, doc="most characters of whitespace between the parts of constrained JSON; 0: compact"
+    )
+    structured_output_cache_bytes: int = option(256 << 20, role=RUNTIME, doc="memory for compiled grammars")
+    structured_output_in_reasoning: bool = option(
+        False, role=RUNTIME, doc="constrain the reasoning of a model too, not only what follows it"
+    )
     served_model_name: str | None = option(None, role=RUNTIME, doc="the model's name; default: the bundle's")
     verify_key: str | None = option(None, role=RUNTIME, doc="file of the public key that must have signed the bundle")
 
@@ -83,6 +96,12 @@ class EngineConfig:
             _at_least(1, name, getattr(self, name))
         _at_least(2, "max_model_len", self.max_model_len)
         _at_least(2, "num_blocks", self.num_blocks)  # block 0 is the null block
+        for name in ("structured_output_max_bytes", "structured_output_max_depth"):
+            _at_least(1, name, getattr(self, name))
+        for name in ("structured_output_max_whitespace", "structured_output_cache_bytes"):
+            _at_least(0, name, getattr(self, name))
+        if not self.structured_output_timeout > 0:
+            raise ConfigError(f"EngineConfig.structured_output_timeout={self.structured_output_timeout} should be above 0")
         _at_least(0, "long_prefill_token_threshold", self.long_prefill_token_threshold)
         if not 0.0 <= self.watermark < 1.0:
             raise ConfigError(f"EngineConfig.watermark={self.watermark} should be a share from 0 to below 1")

@@ -55,13 +55,17 @@ CoreInput = CoreRequest | AbortRequests | UtilityCall | Shutdown
 
 
 class CoreOutput(msgspec.Struct, kw_only=True):
-    """What one step produced for one request. `finish_reason` is one of stop, length, abort, error, or None."""
+    """What one step produced for one request. `finish_reason` is one of stop, length, abort, error, or None.
+
+    `error` says what an error was; with `fault` it is the engine's own, otherwise the caller can fix it.
+    """
 
     request_id: str
     new_token_ids: list[int]
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    fault: bool = False
     logprobs: list[LogprobRow] | None = None
     prompt_logprobs: list[LogprobRow | None] | None = None
     num_cached_tokens: int = 0

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import Enum, StrEnum
-from typing import NamedTuple, overload
+from typing import TYPE_CHECKING, NamedTuple, overload
 
 from treadle.runtime.protocol import CoreRequest, LogprobRow
+
+if TYPE_CHECKING:
+    from treadle.runtime.structured.request_grammar import RequestGrammar
 
 
 class RequestStatus(Enum):
@@ -108,6 +111,9 @@ class Request:
         self.drop_stale_output = False
         self.next_decode_eligible_step = 0
 
+        self.grammar: RequestGrammar | None = None  # what constrains the output; set once it is compiled
+        self.error: str | None = None  # what went wrong inside the engine, if the request ends by that
+
         self.block_hashes: list[bytes] = []
         self._hasher: Callable[[Request], list[bytes]] | None = None
 
@@ -168,6 +174,7 @@ class Request:
         self.status = RequestStatus.FINISHED
         self.finish_reason = reason
         self.stop_reason = stop_reason
+        self.grammar = None
 
     def preempt(self, drop_stale_output: bool = False) -> None:
         """Forgets all progress but the tokens. Outputs in flight become stale: still delivered unless dropped."""

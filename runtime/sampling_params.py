@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from treadle.ir.errors import UserError
+from treadle.runtime.structured.constraint import StructuredOutputsParams
 
 MAX_N = 16384
 """Most completions of one request."""
@@ -65,6 +66,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     allowed_token_ids: list[int] | None = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     extra_args: dict[str, Any] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
 
     eos_token_id: int | None = None
     all_stop_token_ids: set[int] = msgspec.field(default_factory=set)
@@ -76,6 +78,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         self.bad_words = _as_list("bad_words", self.bad_words)
         if self.logit_bias is not None:
             self.logit_bias = _int_keys(self.logit_bias)
+        self.structured_outputs = _structured(self.structured_outputs)
         self._check_values()
         self.all_stop_token_ids = self.all_stop_token_ids | set(self.stop_token_ids)
 
@@ -239,6 +242,19 @@ def _as_list(field: str, value: object) -> list[Any]:
     if isinstance(value, list | tuple | set | frozenset):
         return list(value)
     raise _bad(field, value, "a list")
+
+
+def _structured(value: Any) -> StructuredOutputsParams | None:
+    """A mapping is taken for the arguments of StructuredOutputsParams."""
+    if value is None or isinstance(value, StructuredOutputsParams):
+        return value
+    if not isinstance(value, dict):
+        raise _bad("structured_outputs", value, "a StructuredOutputsParams or a mapping of its fields")
+    unknown = sorted(set(value) - set(StructuredOutputsParams.__struct_fields__))
+    if unknown:
+        fields = ", ".join(StructuredOutputsParams.__struct_fields__)
+        raise UserError(f"SamplingParams.structured_outputs has no field {unknown[0]!r}; it takes {fields}")
+    return StructuredOutputsParams(**value)
 
 
 def _int_keys(bias: object) -> dict[int, float]:

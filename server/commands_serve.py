@@ -118,6 +118,18 @@ def serve(
         str | None,
         _option("--graph-mode", "none, piecewise, full, full_decode_only or full_and_piecewise (default: auto, the most that works).", _ENGINE),
     ] = None,
+    structured_output_backend: Annotated[
+        str | None, _option("--structured-output-backend", "auto, xgrammar or llguidance (default: auto).", _ENGINE)
+    ] = None,
+    structured_output_timeout: Annotated[
+        float | None, _option("--structured-output-timeout", "Seconds compiling one grammar may take (default: 10).", _LIMITS)
+    ] = None,
+    structured_output_max_bytes: Annotated[
+        int | None, _option("--structured-output-max-bytes", "Largest source of a grammar (default: 1 MiB).", _LIMITS)
+    ] = None,
+    structured_output_max_depth: Annotated[
+        int | None, _option("--structured-output-max-depth", "Deepest nesting of a JSON schema (default: 100).", _LIMITS)
+    ] = None,
     num_threads: Annotated[int | None, _option("--num-threads", "Compute threads.", _ENGINE)] = None,
     seed: Annotated[int | None, _option("--seed", "Seed of requests that bring none (default: 0).", _ENGINE)] = None,
 ) -> None:

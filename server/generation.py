@@ -9,12 +9,13 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from treadle.ir.errors import EngineDeadError
+from treadle.ir.errors import EngineDeadError, UserError
 from treadle.runtime.outputs import ABORT, ERROR, CompletionOutput, RequestOutput
 from treadle.runtime.sampling_params import SamplingParams
 from treadle.server.errors import ApiError
 from treadle.server.schemas import SamplingBody
 from treadle.server.state import ServerState
+from treadle.server.structured import constraint_error
 
 _PENDING_OUTPUTS = 16
 """Outputs of several prompts that may wait for a slow reader; the engine merges what comes beyond."""
@@ -101,6 +102,8 @@ class Generation:
                 yield index, output
             if not ended:
                 raise _ended_early(ABORT)
+        except UserError as error:
+            raise constraint_error(error, self._body) from error
         finally:
             self._state.running.discard(job.request_id)
             if not ended:

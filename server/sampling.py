@@ -13,6 +13,7 @@ from treadle.runtime.sampling_params import RequestOutputKind, SamplingParams
 from treadle.server.errors import ApiError, as_api_error, bad_request
 from treadle.server.schemas import ChatBody, CompletionBody, SamplingBody
 from treadle.server.state import ServerState
+from treadle.server.structured import structured_outputs
 
 _SAME_NAME = (
     "n",
@@ -50,6 +51,7 @@ def sampling_params(body: SamplingBody, state: ServerState, num_prompt_tokens: i
     limit = wanted if wanted is not None else min(room, default_limit or room)
     kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
     options = {**defaults, **asked, **_logprobs(body, state.config.max_logprobs)}
+    options["structured_outputs"] = structured_outputs(body)
     try:
         params = SamplingParams(**options, max_tokens=limit, output_kind=kind)
         params.validate(vocab_size=state.vocab_size, max_model_len=state.max_model_len)

@@ -19,11 +19,6 @@ logger = logging.getLogger(__name__)
 UNSUPPORTED = {
     "suffix": "text is only ever continued at its end",
     "use_beam_search": "sampling is by token",
-    "structured_outputs": "there is no structured output",
-    "guided_json": "there is no structured output",
-    "guided_regex": "there is no structured output",
-    "guided_choice": "there is no structured output",
-    "guided_grammar": "there is no structured output",
     "prompt_embeds": "prompts are text or token ids",
     "audio": "answers are text",
     "prediction": "there is no predicted output",
@@ -67,9 +62,22 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool = False
 
 
+class JsonSchemaFormat(BaseModel):
+    """OpenAI's wrapping of a JSON schema. `strict` changes nothing: the schema always holds."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", populate_by_name=True)
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
 class ResponseFormat(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore")
+    """`text`, `json_object`, `json_schema`, or `structural_tag` with its own fields beside."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
     type: str
+    json_schema: JsonSchemaFormat | None = None
 
 
 class SamplingBody(Body):
@@ -103,15 +111,17 @@ class SamplingBody(Body):
     cache_salt: str | None = None
     request_id: str | None = None
     response_format: ResponseFormat | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
     def check(self) -> None:
         """Refuses combinations that cannot be honoured; raises ApiError naming the field."""
         self.check_extra()
-        if self.response_format and self.response_format.type != "text":
-            what = f"response_format of type {self.response_format.type!r} is not supported"
-            raise bad_request(f"{what}: there is no structured output; use type 'text'", "response_format")
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise bad_request(f"best_of={self.best_of} is not supported; leave it out or set it to n", "best_of")
         if self.stream_options is not None and not self.stream:

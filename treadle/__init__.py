@@ -10,13 +10,15 @@ if TYPE_CHECKING:
     from treadle.runtime.engine.llm import LLM
     from treadle.runtime.outputs import CompletionOutput, RequestOutput
     from treadle.runtime.sampling_params import SamplingParams
+    from treadle.runtime.structured.constraint import StructuredOutputsParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "compile"]
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "StructuredOutputsParams", "compile"]
 
 _HOMES = {
     "LLM": "treadle.runtime.engine.llm",
     "SamplingParams": "treadle.runtime.sampling_params",
+    "StructuredOutputsParams": "treadle.runtime.structured.constraint",
     "RequestOutput": "treadle.runtime.outputs",
     "CompletionOutput": "treadle.runtime.outputs",
     "compile": "treadle.codegen.compile",

@@ -10,7 +10,7 @@ from contextlib import suppress
 import msgspec
 
 from treadle.codegen.bundle import open_bundle
-from treadle.ir.errors import EngineDeadError, UserError
+from treadle.ir.errors import EngineDeadError
 from treadle.runtime.config import EngineConfig
 from treadle.runtime.engine.core_client import ProcessClient
 from treadle.runtime.engine.input_processor import InputProcessor, ProcessedRequest, PromptInput
@@ -208,7 +208,7 @@ class AsyncEngine:
                     queue.put(output)
             for request_id, error in done.errors.items():
                 if queue := self._queues.get(request_id):
-                    queue.fail(UserError(error))
+                    queue.fail(error)
 
     def _core_died(self, reason: str) -> None:
         logger.error("the engine core died: %s", reason)

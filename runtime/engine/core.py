@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from treadle.codegen.bundle import open_bundle
 from treadle.codegen.counters import COUNTERS
 from treadle.ir.errors import EngineDeadError, UserError
 from treadle.runtime.config import EngineConfig
 from treadle.runtime.engine.compile_watch import watch
 from treadle.runtime.engine.model_info import ModelInfo
+from treadle.runtime.engine.renderer_of import renderer_of
 from treadle.runtime.executor.interface import WorkerInfo
 from treadle.runtime.executor.names import executor_name
 from treadle.runtime.executor.selection import chosen_executor, select_executor
 from treadle.runtime.protocol import CoreOutput, CoreOutputs, CoreRequest, SchedulerStats
-from treadle.runtime.request import FinishReason, Request
+from treadle.runtime.request import FinishReason, Request, RequestStatus
 from treadle.runtime.scheduler.config import SchedulerConfig
+from treadle.runtime.scheduler.output import SchedulerOutput
 from treadle.runtime.scheduler.scheduler import Scheduler
+from treadle.runtime.structured.manager import StructuredOutputManager
+from treadle.runtime.structured.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
 
 UTILITIES = ("stats", "reset_prefix_cache", "pause", "resume", "supported_tasks", "check_integrity", "is_sleeping")
 """The methods a front end may call by name."""
+
+
+GRAMMAR_WAIT_SECONDS = 0.02
+"""Longest pause of a core that has nothing but requests whose grammars are being compiled."""
 
 
 class EngineCore:
@@ -33,7 +42,15 @@ class EngineCore:
         self.config = config = replace(config, executor=chosen_executor(config))
         self.executor = select_executor(config.executor)(config)
         worker = self.executor.start()
-        self.scheduler = Scheduler(_scheduler_config(config, worker), worker.plan.groups, worker.plan.num_blocks)
+        self.structured = StructuredOutputManager(
+            config,
+            lambda: _vocabulary(config, worker),
+            synchronous=self.executor.externally_launched,
+        )
+        promoters = {RequestStatus.WAITING_FOR_GRAMMAR: self.structured.is_ready}
+        self.scheduler = Scheduler(
+            _scheduler_config(config, worker), worker.plan.groups, worker.plan.num_blocks, promoters
+        )
         self.info = _model_info(config, worker, self.executor.supported_tasks)
         self.dead_reason: str | None = None
         self._rejected: list[CoreOutput] = []
@@ -43,9 +60,14 @@ class EngineCore:
 
     def add_request(self, request: CoreRequest) -> None:
         """Queues a request. One that the scheduler refuses ends with the next step's outputs, as an error."""
+        live = Request(request)
         try:
-            self.scheduler.add_request(Request(request))
+            if live.request_id not in self.scheduler.requests:  # otherwise the scheduler refuses it
+                self.structured.start(live)
+            self.scheduler.add_request(live)
         except UserError as error:
+            if live.request_id not in self.scheduler.requests:
+                self.structured.forget(live.request_id)
             self.reject(request.request_id, str(error))
 
     def reject(self, request_id: str, error: str) -> None:
@@ -56,6 +78,9 @@ class EngineCore:
 
     def abort(self, request_ids: Iterable[str]) -> list[CoreOutput]:
         """Ends requests; unknown ids are ignored. Returns the last output of each."""
+        request_ids = list(request_ids)
+        for request_id in request_ids:
+            self.structured.forget(request_id)
         return self.scheduler.finish_requests(request_ids, FinishReason.ABORT)
 
     def abort_all(self) -> list[CoreOutput]:
@@ -76,6 +101,9 @@ class EngineCore:
         """Schedules, runs and settles one step. Raises EngineDeadError, now and from now on, if that fails."""
         if self.dead_reason is not None:
             raise EngineDeadError(self.dead_reason)
+        for failure in self.structured.collect():
+            self.scheduler.finish_requests(failure.request_id, FinishReason.ERROR)
+            self.reject(failure.request_id, failure.error)
         rejected, self._rejected = self._rejected, []
         try:
             outputs = self._run_step() if self.scheduler.has_requests() else []
@@ -95,7 +123,17 @@ class EngineCore:
     def _run_step(self) -> list[CoreOutput]:
         step = self.scheduler.schedule()
         self.executor.execute_model(step)
-        return self.scheduler.update_from_output(step, self.executor.sample_tokens())
+        mask = self.structured.bitmask(self._sampling(step))
+        outputs = self.scheduler.update_from_output(step, self.executor.sample_tokens(mask))
+        if not step.num_scheduled_tokens and self.scheduler.all_wait_for_grammars:
+            self.structured.wait(GRAMMAR_WAIT_SECONDS)
+        return outputs
+
+    def _sampling(self, step: SchedulerOutput) -> list[tuple[Request, Sequence[int]]]:
+        """The requests that sample in a step, with their drafts."""
+        live = [self.scheduler.requests[req_id] for req_id in step.num_scheduled_tokens]
+        drafts = step.spec_token_ids
+        return [(r, drafts.get(r.request_id, ())) for r in live if r.num_computed_tokens >= r.num_tokens]
 
     # Utilities
 
@@ -137,7 +175,8 @@ class EngineCore:
         self.scheduler.check_integrity()
 
     def shutdown(self) -> None:
-        """Ends the executor. May be called twice."""
+        """Ends the executor and what compiles grammars. May be called twice."""
+        self.structured.shutdown()
         self.executor.shutdown()
 
 
@@ -156,6 +195,12 @@ def _scheduler_config(config: EngineConfig, worker: WorkerInfo) -> SchedulerConf
         enable_prefix_caching=config.enable_prefix_caching,
         prefix_hash=config.prefix_hash,
     )
+
+
+def _vocabulary(config: EngineConfig, worker: WorkerInfo) -> Vocabulary:
+    """The tokens of the bundle, read when the first constrained request comes. Raises UserError if it has none."""
+    renderer = renderer_of(open_bundle(config.bundle, verify_key=config.verify_key, for_loading=False))
+    return Vocabulary.of(renderer, worker.spec.vocab_size)
 
 
 def _model_info(config: EngineConfig, worker: WorkerInfo, tasks: list[str]) -> ModelInfo:

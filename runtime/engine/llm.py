@@ -166,7 +166,7 @@ class LLM:
                     if done.to_abort:
                         client.abort(done.to_abort)
                     for request_id, error in done.errors.items():
-                        raise UserError(f"prompt {_place(requests, request_id)}: {error}")
+                        raise type(error)(f"prompt {_place(requests, request_id)}: {error}")
                     for output in done.outputs:
                         found[output.request_id] = output
                         waiting.discard(output.request_id)

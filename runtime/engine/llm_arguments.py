@@ -17,6 +17,7 @@ RENAMED = {
     "kv_cache_memory_bytes": "kv_cache_bytes",
     "optimization_level": "level",
     "distributed_executor_backend": "executor",
+    "guided_decoding_backend": "structured_output_backend",
 }
 """vLLM's name -> ours."""
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from treadle.ir.errors import UserError
+from treadle.ir.errors import TreadleError, UserError
 from treadle.runtime.detokenizer import Detokenizers, IncrementalDetokenizer
 from treadle.runtime.engine.input_processor import ProcessedRequest
 from treadle.runtime.outputs import (
@@ -100,7 +100,7 @@ class Processed:
 
     outputs: list[RequestOutput] = field(default_factory=list)
     to_abort: list[str] = field(default_factory=list)
-    errors: dict[str, str] = field(default_factory=dict)
+    errors: dict[str, TreadleError] = field(default_factory=dict)
 
 
 class OutputProcessor:
@@ -192,7 +192,8 @@ class OutputProcessor:
         return done
 
     def _refuse(self, core: CoreOutput, request_id: str, done: Processed) -> None:
-        done.errors[request_id] = core.error or "the engine could not serve this request"
+        kind = TreadleError if core.fault else UserError
+        done.errors[request_id] = kind(core.error or "the engine could not serve this request")
         done.to_abort += [child for child in self.drop(request_id) if child != core.request_id]
 
     def _process_one(self, core: CoreOutput, state: RequestState, completion: Completion, done: Processed) -> None:

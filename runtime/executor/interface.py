@@ -11,6 +11,7 @@ from treadle.runtime.runner.kv_cache import CachePlan
 from treadle.runtime.runner.model import ModelSpec
 from treadle.runtime.runner_output import RunnerOutput
 from treadle.runtime.scheduler.output import SchedulerOutput
+from treadle.runtime.structured.mask import GrammarMask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,8 @@ class Executor(ABC):
 
     uses_ray: ClassVar[bool] = False
     supports_pp: ClassVar[bool] = False
+    externally_launched: ClassVar[bool] = False
+    """Whether every rank runs a scheduler of its own: what they decide may then not depend on time."""
 
     def __init__(self, config: EngineConfig):
         self.config = config
@@ -54,9 +57,9 @@ class Executor(ABC):
         """Launches the forward of a step; its state stays with the workers until `sample_tokens`."""
         self.collective_rpc("execute_model", step)
 
-    def sample_tokens(self) -> RunnerOutput:
-        """The first worker's result of the launched step."""
-        return self.collective_rpc("sample_tokens")[0]
+    def sample_tokens(self, mask: GrammarMask | None = None) -> RunnerOutput:
+        """The first worker's result of the launched step; `mask` says what its constrained requests may sample."""
+        return self.collective_rpc("sample_tokens", mask)[0]
 
     @property
     def supported_tasks(self) -> list[str]:

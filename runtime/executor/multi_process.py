@@ -30,6 +30,7 @@ from treadle.runtime.executor.threads import default_num_threads, thread_environ
 from treadle.runtime.executor.worker import Worker
 from treadle.runtime.runner_output import RunnerOutput
 from treadle.runtime.scheduler.output import SchedulerOutput
+from treadle.runtime.structured.mask import GrammarMask
 
 START_SECONDS = 120.0
 EXIT_SECONDS = 5.0
@@ -159,11 +160,14 @@ class MultiProcessExecutor(Executor):
         return [other.receive() for other in self._others]
 
     def collective_rpc(self, method: str, *args: Any) -> list[Any]:
-        """Calls it on every rank at the same time. The only argument that crosses to other ranks is a step."""
+        """Calls it on every rank at the same time. The only arguments that cross to other ranks are a step or a mask."""
         assert self._worker is not None, "the executor was shut down"
-        step = args[0] if args else None
-        assert len(args) <= 1 and isinstance(step, SchedulerOutput | None), f"{method} cannot cross to another rank"
-        self._send_all(RankCall(method=method, step=step))
+        sent = args[0] if args else None
+        assert len(args) <= 1 and isinstance(sent, SchedulerOutput | GrammarMask | None), f"{method} cannot cross to another rank"
+        if isinstance(sent, GrammarMask):
+            self._send_all(RankCall(method=method, mask=sent))
+        else:
+            self._send_all(RankCall(method=method, step=sent))
         try:
             first = getattr(self._worker, method)(*args)
         except RuntimeError:  # gloo's, when a rank hangs up within a collective
@@ -173,8 +177,8 @@ class MultiProcessExecutor(Executor):
         replies = self._receive_all()
         return [first, *(reply.value if reply.output is None else reply.output for reply in replies)]
 
-    def sample_tokens(self) -> RunnerOutput:
-        first, *others = self.collective_rpc("sample_tokens")
+    def sample_tokens(self, mask: GrammarMask | None = None) -> RunnerOutput:
+        first, *others = self.collective_rpc("sample_tokens", mask)
         for rank, output in enumerate(others, 1):
             if output.sampled_token_ids != first.sampled_token_ids:
                 raise EngineDeadError(f"rank {rank} sampled other tokens than rank 0; their caches no longer agree")

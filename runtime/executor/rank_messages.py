@@ -8,6 +8,7 @@ import msgspec
 
 from treadle.runtime.runner_output import RunnerOutput
 from treadle.runtime.scheduler.output import SchedulerOutput
+from treadle.runtime.structured.mask import GrammarMask
 
 
 class RankStart(msgspec.Struct, kw_only=True, tag=True):
@@ -20,10 +21,11 @@ class RankStart(msgspec.Struct, kw_only=True, tag=True):
 
 
 class RankCall(msgspec.Struct, kw_only=True, tag=True):
-    """Calls a method of the rank's worker; `step` is the argument of `execute_model`, `num_blocks` of `start`."""
+    """Calls a method of the rank's worker: `step` is for `execute_model`, `mask` for `sample_tokens`, the rest for `start`."""
 
     method: str
     step: SchedulerOutput | None = None
+    mask: GrammarMask | None = None
     num_blocks: int | None = None
     max_model_len: int | None = None
 

@@ -40,7 +40,8 @@ class Rank:
             return RankReply(value=self._start(message))
         assert self._worker is not None, "start comes first"
         method = getattr(self._worker, message.method)
-        value = method(message.step) if message.step is not None else method()
+        argument = message.step if message.step is not None else message.mask
+        value = method(argument) if argument is not None else method()
         return RankReply(output=value) if isinstance(value, RunnerOutput) else RankReply(value=value)
 
     def _load(self, start: RankStart) -> None:

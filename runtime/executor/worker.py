@@ -16,6 +16,7 @@ from treadle.runtime.runner.model import LoadedModel
 from treadle.runtime.runner.model_runner import ModelRunner, RunnerConfig
 from treadle.runtime.runner_output import RunnerOutput
 from treadle.runtime.scheduler.output import SchedulerOutput
+from treadle.runtime.structured.mask import GrammarMask
 
 LoadModel = Callable[[EngineConfig], LoadedModel]
 
@@ -92,9 +93,9 @@ class Worker:
         """See ModelRunner."""
         self.runner.execute_model(step)
 
-    def sample_tokens(self) -> RunnerOutput:
+    def sample_tokens(self, mask: GrammarMask | None = None) -> RunnerOutput:
         """See ModelRunner."""
-        return self.runner.sample_tokens()
+        return self.runner.sample_tokens(mask)
 
     def supported_tasks(self) -> list[str]:
         """What the model can be asked for."""

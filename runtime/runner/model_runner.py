@@ -7,7 +7,7 @@ depends on the sampler's choice only (grammar masks) can be prepared between the
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from treadle.runtime.runner_output import RunnerOutput
 from treadle.runtime.sampling.batch import SamplingBatch
 from treadle.runtime.sampling.sampler import Sampler
 from treadle.runtime.scheduler.output import SchedulerOutput
+from treadle.runtime.structured.mask import GrammarMask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,8 +136,11 @@ class ModelRunner:
         return ExecuteState(shape, program, values, logits)
 
     @torch.inference_mode()
-    def sample_tokens(self) -> RunnerOutput:
-        """Samples for every request whose known tokens are computed; consumes the parked state."""
+    def sample_tokens(self, mask: GrammarMask | None = None) -> RunnerOutput:
+        """Samples for every request whose known tokens are computed; consumes the parked state.
+
+        `mask` has the allowed tokens of the constrained requests; all others are free.
+        """
         state, self._parked = self._parked, None
         if state is None:  # nothing was scheduled
             return RunnerOutput()
@@ -145,12 +149,24 @@ class ModelRunner:
         logprobs: dict[str, list[LogprobRow]] = {}
         if state.logits is not None:
             slots = state.shape.sampling_slots
-            output = self.sampler(state.logits, self.sampling.metadata(slots))
+            metadata = self.sampling.metadata(slots)
+            if mask is not None:
+                metadata = replace(metadata, grammar_bitmask=self._bitmask(mask, slots))
+            output = self.sampler(state.logits, metadata)
             tokens = output.token_ids.numpy()[:, 0]
             self._record(slots, tokens, sampled)
             if output.logprobs is not None:
                 logprobs = self._rows_by_id(slots, output.logprobs)
         return RunnerOutput(list(self.batch.req_ids), sampled, logprobs, prompt_logprobs)
+
+    def _bitmask(self, mask: GrammarMask, slots: np.ndarray) -> torch.Tensor:
+        """One row for each slot that samples, int32 [S, words]; all ones where the mask says nothing."""
+        rows, first = mask.rows(), mask.first_rows()
+        full = np.full((len(slots), mask.num_words), -1, dtype=np.int32)
+        for index, slot in enumerate(slots.tolist()):
+            if (row := first.get(self.batch.req_ids[slot])) is not None:
+                full[index] = rows[row]
+        return torch.from_numpy(full)
 
     def _record(self, slots: np.ndarray, tokens: np.ndarray, sampled: list[list[int]]) -> None:
         """Appends the tokens to the batch, to the requests' outputs and to the step's result."""

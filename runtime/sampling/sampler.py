@@ -59,13 +59,29 @@ class Sampler:
         return reported_values(logits.index_select(0, metadata.logprobs.rows), self.logprobs_mode)
 
     def _change_argmax(self, logits: Tensor, metadata: SamplingMetadata) -> Tensor:
-        if metadata.grammar_bitmask is not None:
-            logits = apply_bitmask(logits, metadata.grammar_bitmask)
+        logits = self._mask(logits, metadata)
         # Bias comes before penalties: a repetition penalty scales the biased logit. Penalties come before
         # temperature: their strength must not depend on it.
-        for stage in (metadata.allowed, metadata.banned, *metadata.changing, metadata.penalties):
+        for stage in (*metadata.changing, metadata.penalties):
             if stage is not None:
                 logits = stage.apply(logits)
+        return logits
+
+    def _mask(self, logits: Tensor, metadata: SamplingMetadata) -> Tensor:
+        """Grammar, allowed tokens and bans. Where these leave nothing together, the grammar alone decides."""
+        others = [stage for stage in (metadata.allowed, metadata.banned) if stage is not None]
+        if metadata.grammar_bitmask is None:
+            for stage in others:
+                logits = stage.apply(logits)
+            return logits
+        logits = apply_bitmask(logits, metadata.grammar_bitmask)
+        if not others:
+            return logits
+        by_grammar = logits.clone()
+        for stage in others:
+            logits = stage.apply(logits)
+        nothing = logits.amax(-1) == -torch.inf
+        logits[nothing] = by_grammar[nothing]
         return logits
 
     def _pick(self, logits: Tensor, metadata: SamplingMetadata) -> tuple[Tensor, Tensor]:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+
 from treadle.ir.errors import UserError
 from treadle.runtime.request import FinishReason, Request
 from treadle.runtime.scheduler.kv_manager import KVManager
+
+logger = logging.getLogger(__name__)
 
 
 def check_servable(request: Request, kv: KVManager) -> None:
@@ -28,13 +32,23 @@ def check_servable(request: Request, kv: KVManager) -> None:
 
 
 def check_end(request: Request, token: int, max_model_len: int) -> tuple[FinishReason, int | None] | None:
-    """Returns why the request ends with `token`, which was just appended, and the stop id if that is why."""
-    params = request.sampling_params
-    if request.num_output_tokens >= params.min_tokens:
-        if token == params.eos_token_id and not params.ignore_eos:
+    """Returns why the request ends with `token`, which was just appended, and the stop id if that is why.
+
+    A constrained text that is complete ends the request, whatever `min_tokens` and `ignore_eos` say.
+    """
+    params, grammar = request.sampling_params, request.grammar
+    if grammar is not None and not grammar.accept(token):
+        request.error = grammar.fault
+        logger.error("request %s ends with an error: %s", request.request_id, grammar.fault)
+        return FinishReason.ERROR, None
+    complete = grammar is not None and grammar.terminated
+    if complete or request.num_output_tokens >= params.min_tokens:
+        if token == params.eos_token_id and (complete or not params.ignore_eos):
             return FinishReason.STOP, None
         if token in params.all_stop_token_ids:
             return FinishReason.STOP, token
+        if complete:
+            return FinishReason.STOP, None
     if request.num_tokens >= request.max_total_tokens(max_model_len):
         return FinishReason.LENGTH, None
     return None

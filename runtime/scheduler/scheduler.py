@@ -305,6 +305,8 @@ class Scheduler:
             new_token_ids=tokens,
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
+            error=request.error,
+            fault=request.error is not None,
             logprobs=rows[: len(tokens)] if rows is not None else None,
             prompt_logprobs=request.take_prompt_logprobs() if tokens else None,
             num_cached_tokens=request.num_cached_tokens or 0,
@@ -314,6 +316,12 @@ class Scheduler:
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests)
+
+    @property
+    def all_wait_for_grammars(self) -> bool:
+        """Whether nothing can run before a grammar is compiled."""
+        waits = RequestStatus.WAITING_FOR_GRAMMAR
+        return not self.running and not self.waiting and any(r.status is waits for r in self.skipped_waiting)
 
     def has_requests(self) -> bool:
         """Also true while the worker has to be told of finished requests."""

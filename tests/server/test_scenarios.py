@@ -258,10 +258,14 @@ def test_malformed_tool_call_arguments(http: httpx.Client, arguments: Any) -> No
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("response_format", {"type": "json_object"}),
-        ("response_format", {"type": "json_schema", "json_schema": {"name": "x", "schema": {"pattern": "[a-"}}}),
-        ("guided_regex", "a+"),
-        ("structured_outputs", {"regex": "a"}),
+        ("response_format", {"type": "yaml"}),
+        ("response_format", {"type": "json_schema"}),
+        ("response_format", {"type": "json_schema", "json_schema": {"name": "x"}}),
+        ("guided_regex", ""),
+        ("guided_choice", []),
+        ("structured_outputs", {}),
+        ("structured_outputs", {"regex": "a", "choice": ["b"]}),
+        ("structured_outputs", {"colour": "red"}),
         ("best_of", 4),
         ("use_beam_search", True),
         ("functions", [{"name": "f"}]),
