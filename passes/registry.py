@@ -52,6 +52,7 @@ PASSES = Registry(
         "fuse_rms_norm_quant": "treadle.passes.quant.fuse_quantize:FuseRmsNormQuant",
         "fuse_add_rms_norm_quant": "treadle.passes.quant.fuse_quantize:FuseAddRmsNormQuant",
         "fuse_gated_act_quant": "treadle.passes.quant.fuse_quantize:FuseGatedActQuant",
+        "fuse_attention_quant": "treadle.passes.quant.fuse_attention_quant:FuseAttentionQuant",
         "fuse_all_reduce_rms_norm_quant": "treadle.passes.quant.fuse_quantize:FuseAllReduceRmsNormQuant",
     },
     group="treadle.passes",

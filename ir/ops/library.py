@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from treadle.ir.dtypes import DTYPES
 from treadle.ir.ops.reference_attention import attend_one_sequence
 from treadle.ir.ops.registry import op
+from treadle.ir.quant_key import QuantKey
+from treadle.ir.quantize import quantize_with
 
 
 def _linear_of_one_dtype(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -164,14 +168,16 @@ def split(x: Tensor, *, sizes: list[int], dim: int = -1) -> list[Tensor]:
 
 
 def _like_query(
-    q: Tensor, k: Tensor, v: Tensor, cache: object = None, batch: object = None, sinks: Tensor | None = None, **_: object
+    q: Tensor, k: Tensor, v: Tensor, cache: object = None, batch: object = None, sinks: Tensor | None = None, **rest: Any
 ) -> Tensor:
-    return q.new_empty(*q.shape[:-1], v.shape[-1])
+    key = rest.get("out_key")
+    return q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype if key is None else DTYPES[key.element].torch)
 
 
 @op(
-    "attention(Tensor q, Tensor k, Tensor v, Tensor? cache=None, Tensor? batch=None, Tensor? sinks=None, *, "
-    "int layer, float scale, int? window=None, float? softcap=None, bool causal=True) -> Tensor",
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? cache=None, Tensor? batch=None, Tensor? sinks=None, "
+    "Tensor? output_scale=None, *, int layer, float scale, int? window=None, float? softcap=None, bool causal=True, "
+    "str? out_key=None) -> Tensor",
     splits=True,
     reads=("batch",),
     writes=("cache",),
@@ -184,20 +190,27 @@ def attention(
     cache: object = None,
     batch: object = None,
     sinks: Tensor | None = None,
+    output_scale: Tensor | None = None,
     *,
     layer: int,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
     causal: bool = True,
+    out_key: QuantKey | None = None,
 ) -> Tensor:
     """Self-attention with a KV cache: q [T, Hq, D], k [T, Hk, D], v [T, Hk, Dv] -> [T, Hq, Dv].
 
     `cache` and `batch` are state; without them the reference treats the T tokens as one whole sequence.
-    `window` counts visible tokens, the query's own included. The runtime calls an attention backend instead.
+    `window` counts visible tokens, the query's own included. With `out_key` the output is quantized with `output_scale`,
+    one for the whole tensor. The runtime calls an attention backend instead.
     """
     assert cache is None and batch is None, "the reference attends within one sequence; backends do the rest"
-    return attend_one_sequence(q, k, v, scale=scale, window=window, softcap=softcap, causal=causal, sinks=sinks)
+    out = attend_one_sequence(q, k, v, scale=scale, window=window, softcap=softcap, causal=causal, sinks=sinks)
+    if out_key is None:
+        return out
+    assert output_scale is not None, "out_key comes with output_scale"
+    return quantize_with(out, output_scale, out_key)
 
 
 @op("select_rows(Tensor x, Tensor rows) -> Tensor", splits=True)

@@ -27,6 +27,8 @@ def obstacle(program: Program, native: Collection[str]) -> str:
     for step in program.steps:
         if step.kind == "op" and step.op not in ("attention", "select_rows"):
             return f"{step.op} runs in Python"
+        if step.attrs.get("out_key"):
+            return "the output of attention is quantized in Python"
     if NATIVE_SOURCE not in native:
         return f"the bundle holds no native library {NATIVE_SOURCE!r}; compile it again"
     return ""

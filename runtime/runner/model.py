@@ -15,7 +15,8 @@ import torch
 from treadle.codegen.program import PROGRAM_INPUTS, KVLayer, Program, Step, check_program
 from treadle.ir.errors import BundleError, PluginError, VerifyError
 from treadle.ir.group import Group
-from treadle.ir.quant_key import parse_quant_key
+from treadle.ir.quant_key import QuantKey, parse_quant_key
+from treadle.ir.quantize import quantize_with
 from treadle.kernels.native import NativeLibrary
 from treadle.runtime import forward_context
 from treadle.runtime.dispatch import GraphKeys
@@ -69,7 +70,7 @@ def attention_shape(step: Step) -> AttentionShape:
         scale=attrs["scale"],
         window=attrs.get("window"),
         softcap=attrs.get("softcap"),
-        has_sinks=bool(step.params),
+        has_sinks=bool(attrs.get("sinks")),
     )
 
 
@@ -142,9 +143,11 @@ class LoadedModel:
         if step.kind == "piece":
             return _piece_step(self.pieces[step.piece], sources, [self.weights[n] for n in step.params], targets)
         if step.op == "attention":
-            sinks = self.weights[step.params[0]] if step.params else None
             shape = attention_shape(step)
-            return _attention_step(make_attention(shape, sinks), shape.layer, sources, targets[0])
+            given = [self.weights[name] for name in step.params]  # sinks and the scale of the output, where there are any
+            impl = make_attention(shape, given[0] if shape.has_sinks else None)
+            key = _attribute(step.attrs.get("out_key"))
+            return _attention_step(impl, shape.layer, sources, targets[0], key, given[-1] if key is not None else None)
         if step.op == "select_rows":
             return _select_step(sources, targets[0])
         weights = [self.weights[name] for name in step.params]
@@ -191,7 +194,10 @@ def _piece_step(piece: Piece, sources: list[int], params: list[torch.Tensor], ta
     return run
 
 
-def _attention_step(impl: Any, layer: int, sources: list[int], target: int) -> BoundStep:
+def _attention_step(
+    impl: Any, layer: int, sources: list[int], target: int, out_key: QuantKey | None, output_scale: torch.Tensor | None
+) -> BoundStep:
+    """Attention of one layer. What no backend here writes quantized is quantized right after it."""
     q_at, k_at, v_at = sources
 
     def run(values: Values) -> None:
@@ -201,7 +207,8 @@ def _attention_step(impl: Any, layer: int, sources: list[int], target: int) -> B
         out = q.new_empty((*q.shape[:-1], values[v_at].shape[-1]))
         if context.is_padding is not None:
             out[context.is_padding] = 0  # garbage in a padding row could be NaN and reach an index
-        values[target] = impl.forward(q, cache, context.attn_metadata[layer], out)
+        done = impl.forward(q, cache, context.attn_metadata[layer], out)
+        values[target] = done if out_key is None else quantize_with(done, output_scale, out_key)
 
     return run
 

@@ -16,7 +16,6 @@ from treadle.codegen.target import resolve_target
 from treadle.ir.errors import ConfigError
 from treadle.passes.quant.schemes import SCHEMES, scheme_passes
 
-pytestmark = pytest.mark.exhaustive
 
 WITHIN = 1.02
 DTYPE = "bfloat16" if resolve_target("cpu").isa == "avx512" else "float32"
@@ -55,6 +54,7 @@ def _compiled(folder: Path, store: Path, name: str, **settings: object) -> Bundl
     return open_bundle(output)
 
 
+@pytest.mark.exhaustive
 def test_a_small_model_in_int8(tmp_path: Path, store: Path) -> None:
     """Weights are stored in int8, compiled code equals the references, fusing changes no answer, and inspect shows it."""
     save_tiny(tmp_path / "model")
@@ -71,6 +71,18 @@ def test_a_small_model_in_int8(tmp_path: Path, store: Path) -> None:
     assert 0 < (full - compiled).abs().max() < 0.5
 
 
+@pytest.mark.slow
+def test_attention_with_a_quantized_output(tmp_path: Path, store: Path) -> None:
+    """A static scale lets attention give int8: the same bits as quantizing afterwards, through the whole runtime."""
+    save_tiny(tmp_path / "model")
+    steps = ("quantize_weights", 'quantize_activations{scales=["*o_proj*=0.05"]}')
+    fused = _compiled(tmp_path, store, "fused", backend="eager", extra_passes=(*steps, "fuse_attention_quant"))
+    _compiled(tmp_path, store, "unfused", backend="eager", extra_passes=steps)
+    keys = [step.attrs["out_key"] for step in fused.manifest.program.steps if step.op == "attention"]
+    assert keys and set(keys) == {"quant(i8, per_tensor)"}
+    assert torch.equal(_logprobs(tmp_path / "fused.bundle"), _logprobs(tmp_path / "unfused.bundle"))
+
+
 def _logprobs(bundle: Path) -> torch.Tensor:
     with LLM(str(bundle)) as llm:
         output = llm.generate([WORDS], SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0))[0]
@@ -79,6 +91,7 @@ def _logprobs(bundle: Path) -> torch.Tensor:
     return torch.tensor([row[token].logprob for token, row in pairs])
 
 
+@pytest.mark.slow
 def test_schemes_that_cannot_be_had(tmp_path: Path) -> None:
     """An unknown scheme lists the known; at level 0, which raises no linears, the reason names the missing pass."""
     with pytest.raises(ConfigError, match="int8_weight_only"):

@@ -12,6 +12,7 @@ from treadle.ir.hashing import structural_hash
 from treadle.ir.text import parse_graph, print_graph
 from treadle.passes.base import run_passes
 from treadle.passes.pipeline import PipelineOptions, plan_pipeline, run_pipeline
+from treadle.passes.quant.fuse_attention_quant import FuseAttentionQuant
 from treadle.passes.quant.fuse_quantize import FuseAddRmsNormQuant, FuseGatedActQuant, FuseRmsNormQuant
 from treadle.passes.quant.quantize_activations import QuantizeActivations
 from treadle.passes.quant.quantize_weights import QuantizeWeights
@@ -90,7 +91,22 @@ GATED = """
   %y: f32[T,8] = gated_act(%gate, %up, act="silu")   // mlp | model.py:9
 """ + _QUANTIZED
 
+ATTENTION = _graph("""
+  input %q: f32[T,2,4]
+  input %k: f32[T,1,4]
+  input %v: f32[T,1,4]
+  input %kv.0: kv<1,4>
+  input %batch: batch
+  param %s: f32[1,1] = literal(f32, shape=[1, 1], values=[0.02])
+  %o: f32[T,2,4] = attention(%q, %k, %v, %kv.0, %batch, layer=0, scale=0.5)   // attn | model.py:3
+  %flat: f32[T,8] = aten.reshape.default(%o, shape=[T, 8])
+  %y: i8[T,8] = quantize_static(%flat, %s, key=quant(i8, per_tensor))
+  return %y""")
+_SCALE = "  param %s: f32[1,1] = literal(f32, shape=[1, 1], values=[0.02])\n"
+DYNAMIC = ATTENTION.replace(_SCALE, "").replace("%y: i8[T,8] = quantize_static(%flat, %s, key=quant(i8, per_tensor))", "%y, %t: i8[T,8], f32[T,1] = quantize_dynamic(%flat, key=quant(i8, per_token, dynamic))")
+
 CASES = [
+    Case("fuse_attention_quant", FuseAttentionQuant(), {"attention_quant": 1}, ATTENTION),
     Case("quantize_weights_experts", QuantizeWeights(ignore=("router",)), {"experts": 1}, EXPERTS),
     Case("quantize_weights_moe", QuantizeWeights(), {"experts": 1}, MOE),
     Case("quantize_activations_moe", QuantizeActivations(), {"experts": 1}, MOE_QUANT),
@@ -117,6 +133,9 @@ HEAD = _graph("""
   return %capped""")
 
 REFUSALS = [
+    Refusal("attention with a dynamic scale", FuseAttentionQuant(), "from the whole row", DYNAMIC),
+    Refusal("attention that is also read unquantized", FuseAttentionQuant(), "%flat is read elsewhere", ATTENTION.replace("return %y", "return %y, %flat")),
+    Refusal("attention that is not quantized", FuseAttentionQuant(), "goes to aten.neg.default unquantized", ATTENTION.replace(_SCALE, "").replace("%y: i8[T,8] = quantize_static(%flat, %s, key=quant(i8, per_tensor))", "%y: f32[T,8] = aten.neg.default(%flat)")),
     Refusal("the head", QuantizeWeights(), "it makes the logits", HEAD),
     Refusal("a tied head", QuantizeWeights(head=True), "is read by embedding too", HEAD),
     Refusal("an ignored expert", QuantizeWeights(ignore=("down",)), "matches 'down' of ignore", MOE),
