@@ -208,7 +208,7 @@ def _attention_step(
         if context.is_padding is not None:
             out[context.is_padding] = 0  # garbage in a padding row could be NaN and reach an index
         done = impl.forward(q, cache, context.attn_metadata[layer], out)
-        values[target] = done if out_key is None else quantize_with(done, output_scale, out_key)
+        values[target] = done if out_key is None or output_scale is None else quantize_with(done, output_scale, out_key)
 
     return run
 

@@ -16,7 +16,6 @@ from treadle.codegen.target import resolve_target
 from treadle.ir.errors import ConfigError
 from treadle.passes.quant.schemes import SCHEMES, scheme_passes
 
-
 WITHIN = 1.02
 DTYPE = "bfloat16" if resolve_target("cpu").isa == "avx512" else "float32"
 """Elsewhere products of bfloat16 are emulated, which takes many minutes."""
