@@ -40,7 +40,7 @@ def settle_passes(resolved: Resolved[CompileConfig]) -> Resolved[CompileConfig]:
     plan_pipeline(pipeline_options(resolved.config))
     asked = PipelineOptions(extra_passes=resolved.config.extra_passes)  # without those of a quantization scheme
     specs = tuple(step.spec() for step in extra_passes(asked))
-    return Resolved(dataclasses.replace(resolved.config, extra_passes=specs), resolved.origins)
+    return dataclasses.replace(resolved, config=dataclasses.replace(resolved.config, extra_passes=specs))
 
 
 def recorded_config(manifest: Manifest, changes: Mapping[str, Any] | None = None) -> CompileConfig:
@@ -48,21 +48,32 @@ def recorded_config(manifest: Manifest, changes: Mapping[str, Any] | None = None
     recorded = {name: tuple(value) if isinstance(value, list) else value for name, value in manifest.options.items()}
     recorded["target"] = manifest.target.name
     changes = changes or {}
-    if "level" in changes and "backend" not in changes:
-        del recorded["backend"]
+    if "level" in changes:
+        of_level = {row.field for row in manifest.settings if row.source.startswith("level ")}
+        recorded = {name: value for name, value in recorded.items() if name not in of_level}
     resolved = resolve_compile({**recorded, **changes})
     return (settle_passes(resolved) if {"extra_passes", "disabled_passes"} & set(changes) else resolved).config
 
 
+FUSIONS: Mapping[str, tuple[str, ...]] = {
+    "fuse_norm_quant": ("fuse_rms_norm_quant", "fuse_add_rms_norm_quant", "fuse_all_reduce_rms_norm_quant"),
+    "fuse_act_quant": ("fuse_gated_act_quant",),
+    "fuse_all_reduce_norm": ("fuse_all_reduce_rms_norm", "fuse_all_reduce_rms_norm_quant"),
+}
+"""Setting -> the passes of the pipeline and of quantization schemes that it turns off."""
+
+
 def pipeline_options(config: CompileConfig) -> PipelineOptions:
     """What the pipeline needs to know of the settings."""
-    from treadle.passes.pipeline import PipelineOptions
+    from treadle.passes.pipeline import PipelineOptions, known_passes
     from treadle.passes.quant.schemes import scheme_passes
 
+    off = {name for setting, names in FUSIONS.items() if not getattr(config, setting) for name in names}
+    scheme = [text for text in scheme_passes(config.quantization) if text not in off]
     return PipelineOptions(
         level=config.level,
-        without=config.disabled_passes,
-        extra_passes=(*scheme_passes(config.quantization), *config.extra_passes),
+        without=(*config.disabled_passes, *(name for name in known_passes() if name in off)),
+        extra_passes=(*scheme, *config.extra_passes),
         tensor_parallel=config.tensor_parallel_size,
         pack=getattr(backends.BACKENDS.get(config.backend), "calls_kernels", False),
     )

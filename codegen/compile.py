@@ -90,6 +90,18 @@ def trace_model(model: str | Path | torch.nn.Module, **settings: Any) -> Graph:
     return trace(source, dtype=IR_DTYPES[config.dtype], max_tokens=config.max_num_batched_tokens)
 
 
+def settle_settings(model: str | Path | torch.nn.Module, **settings: Any) -> Resolved[CompileConfig]:
+    """The effective settings of a compile of `model`, which reads its configuration and no weight. Raises as `compile` does."""
+    from treadle.ir.source import open_source
+
+    resolved = settle_passes(resolve_compile(settings))
+    settled = _settle(resolved, open_source(model), resolve_target(resolved.config.target))
+    if settled.config.level == MEASURED_LEVEL:
+        reason = "and those that prove slow on this machine while it compiles"
+        settled = settled.override("measured", reason, disabled_passes=settled.config.disabled_passes)
+    return settled
+
+
 def default_output(model: object) -> str:
     """`<model name>.bundle`, relative to the current folder."""
     name = model if isinstance(model, str) else getattr(model, "name", type(model).__name__)

@@ -19,8 +19,17 @@ IR_DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 LEVELS = (0, 1, 2, 3)
 MAX_TOKENS_OF_A_STEP = 1 << 20
 
+_FUSIONS_OF_LEVEL = {0: False, 1: False, 2: True, 3: True}
+"""At level 1 the code generator's own fusion is left to itself: no kernel of ours computes either side of these."""
+
 LEVEL_DEFAULTS: Mapping[int, Mapping[str, Any]] = {
-    level: {"backend": backend} for level, backend in BACKEND_OF_LEVEL.items()
+    level: {
+        "backend": BACKEND_OF_LEVEL[level],
+        "fuse_norm_quant": _FUSIONS_OF_LEVEL[level],
+        "fuse_act_quant": _FUSIONS_OF_LEVEL[level],
+        "fuse_all_reduce_norm": _FUSIONS_OF_LEVEL[level],
+    }
+    for level in LEVELS
 }
 
 
@@ -35,6 +44,9 @@ class CompileConfig:
     max_num_batched_tokens: int = option(2048, role=KEY, doc="most tokens in one step; the artifacts cover 1 up to this")
     exact_sizes: tuple[int, ...] = option((), role=KEY, doc="token counts that get an artifact of their own")
     tensor_parallel_size: int = option(1, role=KEY, doc="ranks the model is cut over; each gets weights of its own")
+    fuse_norm_quant: bool = option(True, role=KEY, doc="join norms with the quantization of what they give")
+    fuse_act_quant: bool = option(True, role=KEY, doc="join gated activations with the quantization of what they give")
+    fuse_all_reduce_norm: bool = option(True, role=KEY, doc="join sums over ranks with the norm that follows")
     disabled_passes: tuple[str, ...] = option((), role=KEY, doc="passes to leave out")
     extra_passes: tuple[str, ...] = option((), role=KEY, doc="passes to add to the pipeline, each as name or name{opt=1}")
     quantization: str | None = option(None, role=KEY, doc="int8, int8_weight_only, fp8, fp8_weight_only or a plugin's scheme; none: as the checkpoint is")

@@ -15,7 +15,7 @@ from typing import Any
 
 from treadle.codegen.backends import BACKENDS, Backend
 from treadle.codegen.bundle import Bundle, open_bundle
-from treadle.codegen.choose_passes import recorded_config
+from treadle.codegen.choose_passes import FUSIONS, recorded_config
 from treadle.codegen.compile_pieces import KeyContext, piece_key, tokens_from
 from treadle.codegen.config import CompileConfig
 from treadle.codegen.key import ArtifactKey, Difference, Pairs, explain
@@ -30,7 +30,7 @@ from treadle.ir.errors import ArtifactError
 from treadle.ir.hashing import structural_hash
 from treadle.ir.text import parse_graph
 
-_RETRACED = ("dtype", "level", "disabled_passes", "extra_passes", "quantization", "tensor_parallel_size")
+_RETRACED = ("dtype", "level", "disabled_passes", "extra_passes", "quantization", "tensor_parallel_size", *FUSIONS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,9 @@ def _differs(bundle: Bundle, config: CompileConfig, name: str) -> bool:
     if name == "dtype" and value == "auto":
         return False  # what auto gave for this model is what the bundle recorded
     if name == "level":
-        return bool(value) != bool(old)  # every level above 0 runs the same passes
+        return bool(value) != bool(old)  # levels above 0 differ in settings of their own only
+    if name in FUSIONS and config.quantization is None and config.tensor_parallel_size == 1:
+        return False  # there is nothing to join
     return list(value) != list(old or ()) if isinstance(value, tuple) else value != old
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Generic, TypeVar
@@ -49,17 +49,23 @@ class Origin:
 
 @dataclass(frozen=True)
 class Resolved(Generic[C]):
-    """An effective configuration and, for each field, its origin."""
+    """An effective configuration and, for each field, its origin.
+
+    `asked` is what the user set, `defaults` what every field would be had the user set nothing.
+    """
 
     config: C
     origins: Mapping[str, Origin]
+    asked: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def override(self, source: str, reason: str = "", **changes: Any) -> Resolved[C]:
         """Returns a copy with some fields set by `source`; the value that was asked for is kept in the origin."""
         origins = dict(self.origins)
         for name in changes:
             origins[name] = Origin(source, getattr(self.config, name), reason)
-        return Resolved(dataclasses.replace(self.config, **changes), origins)  # type: ignore[type-var]
+        config = dataclasses.replace(self.config, **changes)  # type: ignore[type-var]
+        return dataclasses.replace(self, config=config, origins=origins)
 
     def rows(self) -> list[dict[str, Any]]:
         """One row a field for printing: field, value, source, asked, reason. Secrets are shown as '***'."""
@@ -95,7 +101,21 @@ def resolve(cls: type[C], asked: Mapping[str, Any], *layers: tuple[str, Mapping[
         raise ConfigError(f"{cls.__name__} needs a value for: {', '.join(missing)}")
     for name in fields:
         origins.setdefault(name, Origin("default"))
-    return Resolved(cls(**values), origins)
+    return Resolved(cls(**values), origins, dict(asked), _defaults(fields.values(), layers))
+
+
+def _defaults(fields: Iterable[dataclasses.Field[Any]], layers: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
+    """The value of every field that has one without the user: the first layer's, else the field's own."""
+    found: dict[str, Any] = {}
+    for field in fields:
+        given = [layer[field.name] for _, layer in layers if field.name in layer]
+        if given:
+            found[field.name] = given[0]
+        elif field.default_factory is not dataclasses.MISSING:
+            found[field.name] = field.default_factory()
+        elif field.default is not dataclasses.MISSING:
+            found[field.name] = field.default
+    return found
 
 
 def _has_no_default(field: dataclasses.Field[Any]) -> bool:

@@ -18,20 +18,24 @@ NATIVE_FORMATS = ("aoti",)
 
 def bundle_capabilities(manifest: Manifest, config: EngineConfig) -> Capabilities:
     """The modes that steps would run in. Raises ConfigError if no attention backend takes the model."""
-    native = {entry.name: None for entry in manifest.native}
-    steps = [step for step in manifest.program.steps if step.op == "attention"]
-    attention = AttentionLayers(
-        [attention_shape(step) for step in steps],
-        dtype=manifest.model.dtype,
-        native=native,
-        backend=config.attention_backend,
-        block_size=config.block_size,
-    )
+    native = [entry.name for entry in manifest.native]
     return resolve_capabilities(
         config.graph_mode,
-        attention.capture_support,
+        bundle_attention(manifest, config).capture_support,
         obstacle=obstacle(manifest.program, native) or _python_piece(manifest),
         any_shape=config.max_num_batched_tokens or manifest.limits.max_num_batched_tokens,
+    )
+
+
+def bundle_attention(manifest: Manifest, config: EngineConfig) -> AttentionLayers:
+    """The attention backends that layers would get. Raises ConfigError if none takes the model."""
+    steps = [step for step in manifest.program.steps if step.op == "attention"]
+    return AttentionLayers(
+        [attention_shape(step) for step in steps],
+        dtype=manifest.model.dtype,
+        native={entry.name: None for entry in manifest.native},
+        backend=config.attention_backend,
+        block_size=config.block_size,
     )
 
 

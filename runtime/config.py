@@ -15,6 +15,9 @@ class EngineConfig:
     """Settings of one engine; `None` means decided at start, from the bundle or from the machine."""
 
     bundle: str = option(role=RUNTIME, doc="folder of the bundle that is served")
+    level: int | None = option(
+        None, role=RUNTIME, doc="optimization level of the engine's defaults; none: the one the bundle was compiled at"
+    )
     executor: Any = option(
         "auto", role=RUNTIME, doc="'auto': as many processes as the bundle has ranks; or a name, a class, 'module:Class'"
     )

@@ -59,10 +59,25 @@ def compile(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to write the bundle; default NAME.bundle.")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto (default: the model's own), float32, bfloat16 or float16.")] = None,
     target: Annotated[str | None, typer.Option(help="cpu (default: this machine) or, for example, cpu:x86-64-avx2.")] = None,
-    level: Annotated[int | None, typer.Option("-O", help="Optimization level: 0 eager, 1, 2 (default), 3.")] = None,
+    level: Annotated[
+        int | None,
+        typer.Option("-O", help="Optimization level: 0 no compiling and no graphs, 1 piecewise graphs, 2 full graphs and fusions (default), 3 measured."),
+    ] = None,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Show what was asked for, defaults and effective settings, and end.")
+    ] = False,
     backend: Annotated[str | None, typer.Option(help="inductor, eager or tvm; default what the level says.")] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Longest request in tokens, prompt and answer.")] = None,
     max_num_batched_tokens: Annotated[int | None, typer.Option(help="Most tokens in one step.")] = None,
+    fuse_norm_quant: Annotated[
+        bool | None, typer.Option("--fuse-norm-quant/--no-fuse-norm-quant", help="Join norms and quantization (default: from level 2).")
+    ] = None,
+    fuse_act_quant: Annotated[
+        bool | None, typer.Option("--fuse-act-quant/--no-fuse-act-quant", help="Join activations and quantization (default: from level 2).")
+    ] = None,
+    fuse_all_reduce_norm: Annotated[
+        bool | None, typer.Option("--fuse-all-reduce-norm/--no-fuse-all-reduce-norm", help="Join sums over ranks and norms (default: from level 2).")
+    ] = None,
     exact_size: Annotated[list[int] | None, typer.Option(help="A token count that gets its own artifact; repeatable.")] = None,
     disable_pass: Annotated[list[str] | None, typer.Option(help="A pass to leave out; repeatable.")] = None,
     extra_pass: Annotated[
@@ -89,6 +104,9 @@ def compile(
         "target": target,
         "level": level,
         "backend": backend,
+        "fuse_norm_quant": fuse_norm_quant,
+        "fuse_act_quant": fuse_act_quant,
+        "fuse_all_reduce_norm": fuse_all_reduce_norm,
         "max_model_len": max_model_len,
         "max_num_batched_tokens": max_num_batched_tokens,
         "exact_sizes": tuple(exact_size) if exact_size else None,
@@ -103,6 +121,12 @@ def compile(
         "compiler": compiler,
     }
     settings = {name: value for name, value in asked.items() if value is not None}
+    if print_config:
+        from treadle.codegen.compile import settle_settings
+        from treadle.server.config_text import config_text
+
+        typer.echo(config_text(settle_settings(model, **settings)))
+        return
     with _showing() as progress:
         bundle = compile_model(model, output, store=store or store_root(), progress=progress, **settings)
     typer.echo(str(bundle))

@@ -10,10 +10,11 @@ from typing import Annotated, Any
 import typer
 import uvloop
 
-from treadle.codegen.bundle import is_bundle
+from treadle.codegen.bundle import is_bundle, open_bundle
 from treadle.ir.config import Resolved, resolve
 from treadle.ir.errors import BundleError
 from treadle.runtime.config import EngineConfig
+from treadle.runtime.levels import resolve_engine, settle_engine
 from treadle.server.config import ServerConfig
 from treadle.server.environment import take_api_keys
 
@@ -31,6 +32,13 @@ def _option(flag: str, doc: str, panel: str) -> Any:
 def serve(
     context: typer.Context,
     source: Annotated[str, typer.Argument(metavar="BUNDLE_OR_MODEL", help="A bundle, or a model to compile first.")],
+    level: Annotated[
+        int | None, _option("-O", "Optimization level of the defaults, 0 to 3 (default: the bundle's).", _ENGINE)
+    ] = None,
+    print_config: Annotated[
+        bool,
+        typer.Option("--print-config", help="Show what was asked for, defaults and effective settings, and end.", rich_help_panel=_SERVER),
+    ] = False,
     host: Annotated[str | None, _option("--host", "Address to listen on (default: 127.0.0.1).", _SERVER)] = None,
     port: Annotated[int | None, _option("--port", "Port to listen on (default: 8000); 0: any.", _SERVER)] = None,
     api_key: Annotated[
@@ -141,7 +149,11 @@ def serve(
     chosen = {name: value for name, value in given.items() if name != "served_model_name"} | _some(
         served_model_name=names[:1] and names[0], verify_key=verify
     )
-    engine = resolve(EngineConfig, _of(EngineConfig, chosen | {"bundle": _bundle_of(source, require_artifacts)}))
+    bundle = _bundle_of(source, require_artifacts, level, only_look=print_config)
+    engine = resolve_engine(_of(EngineConfig, chosen | {"bundle": bundle}))
+    if print_config:
+        _print_config(server, engine)
+        return
     _log_settings(server, engine)
     raise typer.Exit(uvloop.run(_serve(server.config, engine.config)))
 
@@ -160,7 +172,14 @@ async def _serve(server: ServerConfig, engine_config: EngineConfig) -> int:
     return await run_server(engine, server, listener)
 
 
-def _bundle_of(source: str, require_artifacts: bool | None) -> str:
+def _print_config(server: Resolved[ServerConfig], engine: Resolved[EngineConfig]) -> None:
+    from treadle.server.config_text import config_text
+
+    manifest = open_bundle(engine.config.bundle, verify_key=engine.config.verify_key, for_loading=False).manifest
+    typer.echo(f"{config_text(settle_engine(engine, manifest))}\n\n{config_text(server)}")
+
+
+def _bundle_of(source: str, require_artifacts: bool | None, level: int | None, *, only_look: bool) -> str:
     """Returns the folder of the bundle to serve; a model is compiled first unless artifacts are required."""
     if is_bundle(source):
         if require_artifacts is False:
@@ -169,9 +188,11 @@ def _bundle_of(source: str, require_artifacts: bool | None) -> str:
     if require_artifacts:
         what = f"{source} is not a bundle, and --require-artifacts forbids compiling"
         raise BundleError(f"{what}; run: treadle compile {source} --output BUNDLE")
+    if only_look:
+        raise BundleError(f"{source} is not a bundle, whose settings could be shown; run: treadle compile {source} --print-config")
     from treadle.server.compile_first import compile_first
 
-    return compile_first(source)
+    return compile_first(source, level)
 
 
 def _of(config: type, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from treadle.ir.errors import ArtifactError
 from treadle.server.environment import store_root
 
 
-def compile_first(model: str) -> str:
-    """Returns the folder of a bundle made from `model` now, beside the store, named after its path. Raises ArtifactError if that fails.
+def compile_first(model: str, level: int | None = None) -> str:
+    """Returns the folder of a bundle made from `model` now at `level` (None: the default), beside the store, named after its path. Raises ArtifactError if that fails.
 
     What the store already holds is not compiled again. The compile prints its own progress and reasons.
     """
@@ -21,6 +21,7 @@ def compile_first(model: str) -> str:
     folder = store_root().parent / "bundles" / name
     folder.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "treadle.server.cli", "compile", model, "--output", str(folder), "--force"]
+    command += [] if level is None else ["-O", str(level)]
     code = subprocess.run(command, check=False).returncode
     if code != 0:
         raise ArtifactError(f"{model} was not compiled (exit code {code}, reason above), so there is nothing to serve")

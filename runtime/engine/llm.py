@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from treadle.codegen.bundle import Bundle, is_bundle
-from treadle.ir.config import resolve
 from treadle.ir.errors import UserError
 from treadle.runtime.config import EngineConfig
 from treadle.runtime.engine.core_client import InprocClient
@@ -26,6 +25,7 @@ from treadle.runtime.engine.output_processor import OutputProcessor
 from treadle.runtime.engine.progress import Progress
 from treadle.runtime.engine.renderer_of import renderer_of
 from treadle.runtime.executor.early_open import forget_opened, open_early
+from treadle.runtime.levels import resolve_engine
 from treadle.runtime.outputs import RequestOutput
 from treadle.runtime.protocol import SchedulerStats
 from treadle.runtime.renderer import Renderer
@@ -44,7 +44,7 @@ class LLM:
     def __init__(self, model: str | Path, *, dtype: str = "auto", max_model_len: int | None = None, **arguments: Any):
         engine, compiling = split_arguments({"dtype": dtype, "max_model_len": max_model_len, **arguments})
         path = model if is_bundle(model) else _compiled(model, compiling)
-        config = resolve(EngineConfig, {"bundle": str(path), **engine}).config
+        config = resolve_engine({"bundle": str(path), **engine}).config
         bundle = open_early(config)
         try:
             _check_dtype(dtype, bundle)

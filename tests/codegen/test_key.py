@@ -86,7 +86,7 @@ def test_every_setting_has_a_role_and_words() -> None:
     roles = {field.name: field.metadata["role"] for field in dataclasses.fields(CompileConfig)}
     assert {name for name, role in roles.items() if role is Role.KEY} == {
         "dtype", "target", "level", "backend", "max_num_batched_tokens", "exact_sizes", "disabled_passes", "extra_passes",
-        "tensor_parallel_size", "quantization",
+        "tensor_parallel_size", "quantization", "fuse_norm_quant", "fuse_act_quant", "fuse_all_reduce_norm",
     }  # fmt: skip
     assert all(field.metadata["doc"] for field in dataclasses.fields(CompileConfig))
 

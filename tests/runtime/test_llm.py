@@ -179,7 +179,7 @@ def test_arguments_have_vllms_names():
         {"num_gpu_blocks_override": 9, "optimization_level": 0, "dtype": "auto", "tensor_parallel_size": 1, "seed": None,
          "tokenizer_mode": "auto", "load_format": "auto", "revision": None}
     )
-    assert engine == {"num_blocks": 9} and compiling == {"level": 0, "dtype": "auto", "tensor_parallel_size": 1}
+    assert engine == {"num_blocks": 9, "level": 0} and compiling == {"level": 0, "dtype": "auto", "tensor_parallel_size": 1}
     for name, value in (("pipeline_parallel_size", 2), ("trust_remote_code", True)):
         with pytest.raises(ConfigError, match=f"{name}=.*not available in this version"):
             split_arguments({name: value})

@@ -52,6 +52,19 @@ def test_compile_shows_each_stage_with_its_time_and_prints_the_path(compiled: Re
     assert "compile piece 4 of 4 (piece logits for 1-64 tokens)" in compiled.output
 
 
+def test_print_config_shows_settings_and_compiles_nothing(bundle: Path, folder: Path) -> None:
+    """C14-01, C14-02: of a compile and of a server; what the bundle cannot do is lowered with the reason."""
+    shown = treadle("compile", folder / "tiny", "-O", 3, "--max-model-len", 9999, "--print-config")
+    assert shown.exit_code == 0 and "the model has only" in shown.stdout and "CompileConfig" in shown.stdout
+    assert not (folder / "tiny.bundle").exists()
+    served = {line.split()[0]: line for line in treadle("serve", bundle, "--print-config").stdout.splitlines() if line}
+    assert "level 0" in served["graph_mode"] and served["level"].split()[1:] == ["-", "0", "0", "bundle"]
+    asked = treadle("serve", bundle, "--print-config", "-O", 2).stdout
+    assert "is called through Python" in asked and "ServerConfig" in asked
+    refused = treadle("serve", folder / "tiny", "--print-config")
+    assert refused.exit_code == 1 and "treadle compile" in str(refused.exception)
+
+
 def test_settings_say_who_chose_them(bundle: Path) -> None:
     """C09-02: only what was asked for on the command line came from the user."""
     rows = {row["field"]: row["source"] for row in json.loads(treadle("inspect", bundle, "--json").stdout)["settings"]}
