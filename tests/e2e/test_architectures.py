@@ -24,6 +24,9 @@ CASES += [("llama", 1), pytest.param("llama", 3, marks=pytest.mark.exhaustive)]
 MODES_OF_LEVEL = {0: {"NONE"}, 1: {"NONE"}, 2: {"FULL"}, 3: {"FULL"}}
 """Level 1 asks for piecewise graphs, which need token counts that have artifacts of their own."""
 
+WITHOUT_A_PLAN = ("mixtral",)
+"""Experts run in Python between the pieces, so no launch plan can be made: every level runs these piece by piece."""
+
 
 @pytest.mark.parametrize(("name", "level"), CASES)
 def test_greedy_tokens_equal_transformers(name: str, level: int, tmp_path: Path, store: Path) -> None:
@@ -36,7 +39,8 @@ def test_greedy_tokens_equal_transformers(name: str, level: int, tmp_path: Path,
     with LLM(str(tmp_path / "model"), dtype="float32", store=store, optimization_level=level, max_num_seqs=8) as llm:
         outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True))
         modes = llm.stats().graph_modes
-    assert set(modes) == MODES_OF_LEVEL[level] or name not in COMPILED
+    if name in COMPILED:
+        assert set(modes) == ({"NONE"} if name in WITHOUT_A_PLAN else MODES_OF_LEVEL[level])
     reference = Reference(model)
     for prompt, output in zip(prompts, outputs, strict=True):
         assert len(output.outputs[0].token_ids) == 16
