@@ -27,6 +27,8 @@ GROUPS = {
     "treadle.model_adapters": "a function that prepares a model for tracing, under the architecture's name",
     "treadle.quantization_schemes": "a quantization scheme, under its name",
     "treadle.structured_backends": "a backend of structured output, under its name",
+    "treadle.tool_parsers": "a ToolFormat, under the parser's name",
+    "treadle.reasoning_parsers": "a ReasoningFormat, under the parser's name",
 }
 """Every entry-point group that treadle looks into, and what its entries are."""
 

@@ -89,6 +89,9 @@ class EngineConfig:
     structured_output_in_reasoning: bool = option(
         False, role=RUNTIME, doc="constrain the reasoning of a model too, not only what follows it"
     )
+    reasoning_parser: str = option(
+        "auto", role=RUNTIME, doc="how the model marks its reasoning: a name, 'none', or 'auto' for what its chat template shows"
+    )
     served_model_name: str | None = option(None, role=RUNTIME, doc="the model's name; default: the bundle's")
     verify_key: str | None = option(None, role=RUNTIME, doc="file of the public key that must have signed the bundle")
 

@@ -10,6 +10,7 @@ import asyncio
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -162,11 +163,22 @@ class Renderer:
             " with a chat_template.jinja"
         )
 
+    @cached_property
+    def special_marks(self) -> frozenset[str]:
+        """The texts of special tokens, which `skip_special_tokens` leaves out."""
+        added = self.tokenizer.get_added_tokens_decoder().values()
+        return frozenset(token.content for token in added if token.special)
+
+    @property
+    def template_source(self) -> str | None:
+        """The template that requests with tools use; None without any. Shows what form a model writes calls in."""
+        return next((self.templates[name].source for name in reversed(_TEMPLATE_NAMES) if name in self.templates), None)
+
     def warm_up(self) -> None:
         """Does once what the first request would otherwise pay for: probes the template, encodes and decodes."""
         self.decode(self.encode("warm-up"))
         for template in self.templates.values():
-            _ = template.content_format, template.shows_tools, template.shows_tool_calls
+            _ = template.content_format, template.shows_tools, template.shows_tool_calls, template.shows_system
         _ = self.token_text.longest_bytes
 
     def _check_text(self, text: str) -> None:

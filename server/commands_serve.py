@@ -138,6 +138,12 @@ def serve(
     structured_output_max_depth: Annotated[
         int | None, _option("--structured-output-max-depth", "Deepest nesting of a JSON schema (default: 100).", _LIMITS)
     ] = None,
+    tool_call_parser: Annotated[
+        str | None, _option("--tool-call-parser", "How the model writes tool calls: a name, none or auto (default: auto).", _SERVER)
+    ] = None,
+    reasoning_parser: Annotated[
+        str | None, _option("--reasoning-parser", "How the model marks reasoning: a name, none or auto (default: auto).", _SERVER)
+    ] = None,
     num_threads: Annotated[int | None, _option("--num-threads", "Compute threads.", _ENGINE)] = None,
     seed: Annotated[int | None, _option("--seed", "Seed of requests that bring none (default: 0).", _ENGINE)] = None,
 ) -> None:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from treadle.ir.config import RUNTIME, SECRET, option
 from treadle.ir.errors import ConfigError
+from treadle.runtime.chat.reasoning import reasoning_format
+from treadle.runtime.chat.tool_formats import tool_format
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +20,12 @@ class ServerConfig:
     served_model_names: tuple[str, ...] = option((), role=RUNTIME, doc="names callers use; default: the bundle's")
     generation_config: str = option(
         "auto", role=RUNTIME, doc="'auto': sampling defaults of the model; 'vllm': neutral ones", choices=("auto", "vllm")
+    )
+    tool_call_parser: str = option(
+        "auto", role=RUNTIME, doc="the form the model writes tool calls in: a name, 'none', or 'auto' for what its chat template shows"
+    )
+    reasoning_parser: str = option(
+        "auto", role=RUNTIME, doc="how the model marks its reasoning: a name, 'none', or 'auto' for what its chat template shows"
     )
     max_body_bytes: int = option(16 << 20, role=RUNTIME, doc="largest request body; a larger one is a 413")
     max_inflight_requests: int = option(1024, role=RUNTIME, doc="requests running and waiting; one more is a 503")
@@ -35,6 +43,8 @@ class ServerConfig:
             raise ConfigError(f"ServerConfig.port={self.port} should be from 0 to 65535")
         if any(not key.strip() for key in self.api_keys):
             raise ConfigError("an API key is empty; leave it out to serve without keys")
+        tool_format(self.tool_call_parser, None)
+        reasoning_format(self.reasoning_parser, None)
         for name in ("max_body_bytes", "max_inflight_requests", "max_sequences_per_request"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"ServerConfig.{name}={getattr(self, name)} should be at least 1")

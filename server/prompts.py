@@ -11,6 +11,7 @@ from treadle.server.errors import ApiError, as_api_error, bad_request
 from treadle.server.sampling import too_long
 from treadle.server.schemas import ChatBody, CompletionBody, TokenizeBody
 from treadle.server.state import ServerState
+from treadle.server.tools import tool_use
 
 
 async def completion_prompts(body: CompletionBody, state: ServerState) -> list[Prompt]:
@@ -29,7 +30,7 @@ async def chat_prompt(body: ChatBody, state: ServerState) -> Prompt:
     if body.reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", body.reasoning_effort)
     options = {
-        "tools": body.tools if body.tool_choice != "none" else None,
+        "tools": tool_use(body).tools or None if body.tool_choice != "none" else None,
         **generation_prompt_options(body),
         "kwargs": kwargs,
     }

@@ -10,10 +10,12 @@ from typing import Any
 
 from treadle.ir.errors import UserError
 from treadle.runtime.sampling_params import RequestOutputKind, SamplingParams
+from treadle.server.answers import keeps_special_tokens
 from treadle.server.errors import ApiError, as_api_error, bad_request
 from treadle.server.schemas import ChatBody, CompletionBody, SamplingBody
 from treadle.server.state import ServerState
 from treadle.server.structured import structured_outputs
+from treadle.server.tools import tool_constraint, tool_use
 
 _SAME_NAME = (
     "n",
@@ -53,11 +55,22 @@ def sampling_params(body: SamplingBody, state: ServerState, num_prompt_tokens: i
     options = {**defaults, **asked, **_logprobs(body, state.config.max_logprobs)}
     options["structured_outputs"] = structured_outputs(body)
     try:
+        if isinstance(body, ChatBody):
+            options |= _chat_options(body, state, options)
         params = SamplingParams(**options, max_tokens=limit, output_kind=kind)
         params.validate(vocab_size=state.vocab_size, max_model_len=state.max_model_len)
     except UserError as error:
         raise as_api_error(error) from error
     return params
+
+
+def _chat_options(body: ChatBody, state: ServerState, options: dict[str, Any]) -> dict[str, Any]:
+    """What tools and reasoning make of the options: another constraint, special tokens that stay in the text."""
+    use = tool_use(body)
+    found: dict[str, Any] = {"structured_outputs": tool_constraint(use, state.tool_format, options["structured_outputs"])}
+    if "skip_special_tokens" not in options and keeps_special_tokens(body, use, state):
+        found["skip_special_tokens"] = False
+    return found
 
 
 def check_length(num_prompt_tokens: int, wanted: int | None, field: str, max_model_len: int) -> int:

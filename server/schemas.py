@@ -29,7 +29,7 @@ UNSUPPORTED = {
 }
 """Fields that would silently change nothing if they were ignored -> why they cannot be honoured."""
 
-HARMLESS = {"user", "store", "metadata", "service_tier", "parallel_tool_calls", "safety_identifier", "verbosity"}
+HARMLESS = {"user", "store", "metadata", "service_tier", "safety_identifier", "verbosity"}
 HARMLESS |= {"prompt_cache_key", "prompt_cache_retention", "modalities", "web_search_options"}
 """Fields of OpenAI's API that change nothing here and are not worth a warning."""
 
@@ -155,6 +155,8 @@ class ChatBody(SamplingBody):
     max_completion_tokens: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -162,8 +164,6 @@ class ChatBody(SamplingBody):
 
     def check(self) -> None:
         super().check()
-        if self.tool_choice not in (None, "none", "auto"):
-            raise bad_request("tool_choice can be 'none' or 'auto'; calls cannot be forced here", "tool_choice")
         if self.top_logprobs is not None and not self.logprobs:
             raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
 

@@ -8,6 +8,8 @@ from contextlib import suppress
 from typing import Any
 
 from treadle.ir.errors import EngineDeadError
+from treadle.runtime.chat.reasoning import reasoning_format
+from treadle.runtime.chat.tool_formats import AUTO, ToolFormat, tool_format
 from treadle.runtime.protocol import SchedulerStats
 from treadle.runtime.renderer import Renderer
 from treadle.server.admission import Admission
@@ -26,6 +28,9 @@ class ServerState:
         self.admission = Admission(config.max_inflight_requests, config.retry_after)
         self.metrics = ServerMetrics(self.model_names[0], aliases=config.metrics_aliases)
         self.running: set[str] = set()
+        source = engine.renderer.template_source
+        self.tool_format = tool_format(config.tool_call_parser, source) or _described_format(config, engine.renderer)
+        self.reasoning_format = reasoning_format(config.reasoning_parser, source)
         self._key_digests = [_digest(key.encode()) for key in config.api_keys]
 
     @property
@@ -76,6 +81,14 @@ class ServerState:
                 self.metrics.stats = await self.engine.stats()
         self.metrics.inflight = self.admission.num_inflight
         return self.metrics.stats
+
+
+def _described_format(config: ServerConfig, renderer: Renderer) -> ToolFormat | None:
+    """The form that tools are described in where the template shows none: the model then answers in it."""
+    template = renderer.templates and renderer.chat_template(with_tools=True)
+    if config.tool_call_parser != AUTO or not template or template.shows_tools:
+        return None
+    return tool_format("hermes", None)
 
 
 def _digest(key: bytes) -> bytes:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from treadle.ir.errors import UserError
+from treadle.runtime.chat.tools_as_text import call_as_text
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ def _normalise_message(
     texts = _content_texts(message.get("content"), f"{where}.content")
     calls = _tool_calls(message.get("tool_calls"), f"{where}.tool_calls")
     if calls and not shows_tool_calls:
-        texts += [json.dumps(call["function"], ensure_ascii=False) for call in calls]
+        texts += [call_as_text(call["function"]) for call in calls]
     kept = {key: value for key, value in message.items() if value is not None and key not in ("content", "tool_calls")}
     kept["content"] = _shaped(texts, message.get("content"), content_format)
     if calls:

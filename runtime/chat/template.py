@@ -20,6 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from treadle.ir.errors import ModelError
 from treadle.runtime.chat.messages import ChatError, ContentFormat, normalise_messages
+from treadle.runtime.chat.tools_as_text import with_tools
 
 RESERVED_NAMES = ("messages", "tools", "add_generation_prompt")
 """What a template is always given; keyword arguments of a request may not replace them."""
@@ -85,6 +86,12 @@ class ChatTemplate:
         return "tool_calls" in attributes | constants
 
     @cached_property
+    def shows_system(self) -> bool:
+        """Whether a system message appears in the prompt; some templates refuse or drop it."""
+        probe = [{"type": "text", "text": _PROBE}] if self.content_format == "openai" else _PROBE
+        return self._shows([{"role": "system", "content": probe}, {"role": "user", "content": probe}], times=2)
+
+    @cached_property
     def content_format(self) -> ContentFormat:
         """Found by rendering one message both ways; "string" if neither renders (the real messages will tell why)."""
         if not self._renders([{"type": "text", "text": _PROBE}]):
@@ -102,18 +109,20 @@ class ChatTemplate:
     ) -> str:
         """Returns the prompt's text; with `continue_final_message` it ends inside the last message.
 
-        Raises ChatError for messages or tools that the template cannot show.
+        Tools that the template cannot show are described in the system message. Raises ChatError for messages that
+        the template cannot show.
         """
         if continue_final_message and add_generation_prompt:
             raise ChatError(
                 "continue_final_message and add_generation_prompt exclude each other; set one of them to false",
                 "continue_final_message",
             )
-        if tools and not self.shows_tools:
-            raise ChatError("this model's chat template cannot show tools; send the request without tools", "tools")
         for name in set(kwargs or ()) & set(RESERVED_NAMES):
             raise ChatError(f"chat_template_kwargs may not set {name!r}; it has its own field", "chat_template_kwargs")
         conversation = normalise_messages(messages, self.content_format, shows_tool_calls=self.shows_tool_calls)
+        if tools and not self.shows_tools:
+            conversation = with_tools(conversation, tools, role="system" if self.shows_system else "user")
+            tools = None
         if continue_final_message:
             _mark_end(conversation[-1])
         text = self._render(conversation, tools, add_generation_prompt, kwargs or {})
@@ -134,11 +143,14 @@ class ChatTemplate:
 
     def _renders(self, content: Any) -> bool:
         """Whether a user message of this content shows the probe, and not a Python list's spelling of it."""
+        return self._shows([{"role": "user", "content": content}])
+
+    def _shows(self, conversation: list[dict[str, Any]], times: int = 1) -> bool:
         try:
-            text = self._render([{"role": "user", "content": content}], None, True, {})
+            text = self._render(conversation, None, True, {})
         except ChatError:
             return False
-        return _PROBE in text and "'type'" not in text and '"type"' not in text
+        return text.count(_PROBE) >= times and "'type'" not in text and '"type"' not in text
 
 
 def _mark_end(message: dict[str, Any]) -> None:

@@ -200,7 +200,7 @@ def _scheduler_config(config: EngineConfig, worker: WorkerInfo) -> SchedulerConf
 def _vocabulary(config: EngineConfig, worker: WorkerInfo) -> Vocabulary:
     """The tokens of the bundle, read when the first constrained request comes. Raises UserError if it has none."""
     renderer = renderer_of(open_bundle(config.bundle, verify_key=config.verify_key, for_loading=False))
-    return Vocabulary.of(renderer, worker.spec.vocab_size)
+    return Vocabulary.of(renderer, worker.spec.vocab_size, config.reasoning_parser)
 
 
 def _model_info(config: EngineConfig, worker: WorkerInfo, tasks: list[str]) -> ModelInfo:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from treadle.ir.errors import ConfigError, UserError
+from treadle.runtime.chat.reasoning import reasoning_format
 from treadle.runtime.config import EngineConfig
 from treadle.runtime.request import Request, RequestStatus
 from treadle.runtime.structured.backends import INSTALL, STRUCTURED_BACKENDS, candidates
@@ -27,7 +28,6 @@ from treadle.runtime.structured.constraint import (
 )
 from treadle.runtime.structured.interface import Backend, BackendOptions, CompiledGrammar
 from treadle.runtime.structured.mask import GrammarMask
-from treadle.runtime.structured.reasoner import Reasoner
 from treadle.runtime.structured.request_grammar import RequestGrammar
 from treadle.runtime.structured.schema_audit import patterns
 from treadle.runtime.structured.vocabulary import Vocabulary
@@ -63,13 +63,12 @@ class StructuredOutputManager:
         config: EngineConfig,
         load_vocabulary: Callable[[], Vocabulary],
         *,
-        reasoner: Reasoner | None = None,
         synchronous: bool = False,
     ):
-        candidates(config.structured_output_backend)  # an unknown name is an error of the start
+        candidates(config.structured_output_backend)  # an unknown name is an error of the start, here and below
+        reasoning_format(config.reasoning_parser, None)
         self._config = config
         self._load_vocabulary = load_vocabulary
-        self._reasoner = None if config.structured_output_in_reasoning else reasoner
         self._synchronous = synchronous
         self._lock = threading.Lock()
         self._vocabulary: Vocabulary | None = None
@@ -155,7 +154,8 @@ class StructuredOutputManager:
 
     def _attach(self, request: Request, constraint: Constraint) -> None:
         self._compiled.move_to_end(constraint)
-        request.grammar = RequestGrammar(self._compiled[constraint].start(), request.all_token_ids, self._reasoner)
+        reasoner = None if self._config.structured_output_in_reasoning else self._known_vocabulary().reasoner
+        request.grammar = RequestGrammar(self._compiled[constraint].start(), request.all_token_ids, reasoner)
 
     def _keep(self, constraint: Constraint, compiled: CompiledGrammar) -> None:
         """Adds to the cache and drops what was used least recently, but never what someone waits for."""
@@ -224,9 +224,9 @@ class StructuredOutputManager:
         owners = [(request.grammar, drafts) for request, drafts in rows if request.grammar is not None]
         if not owners:
             return None
-        assert self._vocabulary is not None, "a grammar exists, so its vocabulary does"
+        vocabulary = self._known_vocabulary()
         counts = [1 + len(drafts) for _, drafts in owners]
-        mask = np.full((sum(counts), self._vocabulary.num_words), -1, dtype=np.int32)
+        mask = np.full((sum(counts), vocabulary.num_words), -1, dtype=np.int32)
         jobs = list(zip(owners, np.cumsum([0, *counts[:-1]]).tolist(), strict=True))
         if len(owners) > PARALLEL_FILL_ABOVE and max(counts) == 1:
             parts = [jobs[start : start + REQUESTS_A_JOB] for start in range(0, len(jobs), REQUESTS_A_JOB)]
@@ -234,7 +234,11 @@ class StructuredOutputManager:
         else:
             _fill(mask, jobs)
         req_ids = [request.request_id for request, _ in rows if request.grammar is not None]
-        return GrammarMask(req_ids, counts, self._vocabulary.num_words, mask.tobytes())
+        return GrammarMask(req_ids, counts, vocabulary.num_words, mask.tobytes())
+
+    def _known_vocabulary(self) -> Vocabulary:
+        assert self._vocabulary is not None, "a grammar exists, so its vocabulary does"
+        return self._vocabulary
 
     def _fillers(self) -> ThreadPoolExecutor:
         if self._fill_pool is None:

@@ -23,6 +23,15 @@ class LocatingReasoner(Reasoner, Protocol):
         ...
 
 
+@runtime_checkable
+class PromptReasoner(Reasoner, Protocol):
+    """A reasoner that counts only where the prompt leaves the section open."""
+
+    def opened_by(self, prompt: Sequence[int]) -> bool:
+        """Whether the answer to a prompt begins within the section."""
+        ...
+
+
 def constraint_start(reasoner: Reasoner | None, known: Sequence[int], new: Sequence[int]) -> int | None:
     """How many of the `new` tokens after the `known` ones belong to the reasoning; the rest is constrained.
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from treadle.runtime.structured.interface import Grammar
-from treadle.runtime.structured.reasoner import Reasoner, constraint_start
+from treadle.runtime.structured.reasoner import PromptReasoner, Reasoner, constraint_start
 
 PADDING = -1
 """Fills up lists of draft tokens."""
@@ -16,14 +16,15 @@ PADDING = -1
 class RequestGrammar:
     """Follows the tokens that a request has got; `known` is their live list, prompt first.
 
-    With a reasoner nothing is constrained before the reasoning has ended; a prompt may have ended it already.
+    With a reasoner nothing is constrained before the reasoning has ended; a prompt may have ended it already, or, for a
+    `PromptReasoner`, have begun none.
     """
 
     def __init__(self, grammar: Grammar, known: Sequence[int], reasoner: Reasoner | None = None):
         self._grammar = grammar
         self._known = known
         self._reasoner = reasoner
-        self._started = reasoner is None or reasoner.reasoning_ended(known)
+        self._started = reasoner is None or _begins_after(reasoner, known)
         self.fault: str | None = None
         """What went wrong; the request ends with it."""
 
@@ -85,3 +86,10 @@ class RequestGrammar:
                 advanced += 1
         finally:
             self._grammar.rollback(advanced)
+
+
+def _begins_after(reasoner: Reasoner, prompt: Sequence[int]) -> bool:
+    """Whether the first token of the answer is constrained already."""
+    if isinstance(reasoner, PromptReasoner):
+        return not reasoner.opened_by(prompt)
+    return reasoner.reasoning_ended(prompt)

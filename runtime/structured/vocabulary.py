@@ -5,20 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from treadle.ir.errors import UserError
+from treadle.runtime.chat.reasoning import OpenReasoning, reasoning_format
 from treadle.runtime.renderer import Renderer
+from treadle.runtime.structured.reasoner import Reasoner
 
 
 @dataclass(frozen=True)
 class Vocabulary:
     """`tokens[i]` are the bytes of id i, as wide as the model's logits.
 
-    They are empty for ids without text: special tokens, which are no text to a reader either, and padding.
+    `reasoner` says where a reasoning model's answer begins. Bytes are empty for ids without text: special tokens, which are no text to a reader either, and padding.
     """
 
     tokens: list[bytes]
     eos_token_ids: list[int]
     special_token_ids: list[int]
     tokenizer_json: str = field(repr=False)
+    reasoner: Reasoner | None = None
 
     @property
     def num_words(self) -> int:
@@ -26,7 +29,7 @@ class Vocabulary:
         return (len(self.tokens) + 31) // 32
 
     @classmethod
-    def of(cls, renderer: Renderer | None, vocab_size: int) -> Vocabulary:
+    def of(cls, renderer: Renderer | None, vocab_size: int, reasoning_parser: str = "none") -> Vocabulary:
         """Reads the tokenizer of a model with logits of `vocab_size`. Raises UserError if answers could not be ended."""
         if renderer is None:
             raise UserError("this model has no tokenizer, and structured output is made of text; drop structured_outputs")
@@ -38,4 +41,6 @@ class Vocabulary:
         tokens = [renderer.token_text.bytes_of(token) for token in range(vocab_size)]
         for token in special:
             tokens[token] = b""
-        return cls(tokens, eos, special, renderer.tokenizer.to_str())
+        form = reasoning_format(reasoning_parser, renderer.template_source)
+        reasoner = OpenReasoning.of(form, renderer.tokenizer.token_to_id)
+        return cls(tokens, eos, special, renderer.tokenizer.to_str(), reasoner)

@@ -148,6 +148,24 @@ def test_every_way_in_gives_the_same_tokens(server: ServerProcess, bundle: Path)
     assert pieces == [renderer.token_text.bytes_of(token) for token in tokens]
 
 
+def test_forced_tool_calls(server: ServerProcess) -> None:
+    """A real model, shown a tool by a template that cannot, is held to its schema; streamed the same call comes."""
+    digits = {"type": "object", "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 99}}, "required": ["n"], "additionalProperties": False}
+    tools = [{"type": "function", "function": {"name": "pick", "parameters": digits}}]
+    body = {"messages": [{"role": "user", "content": "Pick 7."}], "tools": tools, "temperature": 0}
+    found = []
+    for choice in ({"type": "function", "function": {"name": "pick"}}, "required"):
+        answer = server.post("/v1/chat/completions", **body, tool_choice=choice, parallel_tool_calls=False)
+        assert answer.status_code == 200, answer.text
+        (call,) = answer.json()["choices"][0]["message"]["tool_calls"]
+        assert call["function"]["name"] == "pick" and 0 <= json.loads(call["function"]["arguments"])["n"] <= 99
+        found.append(call["function"]["arguments"])
+    streamed = server.post("/v1/chat/completions", **body, tool_choice=choice, parallel_tool_calls=False, stream=True)
+    chunks = [json.loads(line[6:]) for line in streamed.text.splitlines() if line.startswith("data: {")]
+    deltas = [delta for chunk in chunks for delta in chunk["choices"][0]["delta"].get("tool_calls", ())]
+    assert "".join(delta["function"]["arguments"] for delta in deltas) == found[1]
+
+
 def test_a_drain_finishes_what_runs(bundle: Path) -> None:
     """TRAP-17, C01-09: after SIGTERM running streams end whole, new requests get a 503, the exit code is 0."""
     with serving(bundle, max_model_len=LIMIT, num_blocks=64) as server:

@@ -174,17 +174,23 @@ def test_malformed_arguments_are_warned_about(caplog: pytest.LogCaptureFixture) 
     assert "messages[1].tool_calls[0]" in caplog.text and "secret" not in caplog.text
 
 
-def test_tools_are_shown_or_refused(renderer: Renderer) -> None:
-    """TRAP-9: tools the template cannot show are refused; earlier calls it cannot show become text."""
-    with pytest.raises(ChatError, match=r"cannot show tools") as caught:
-        renderer.render_chat(user("x"), tools=[WEATHER])
-    assert caught.value.param == "tools"
+def test_tools_are_shown_or_described(renderer: Renderer) -> None:
+    """TRAP-9: tools the template cannot show are described; earlier calls and results it cannot show become text."""
+    described = renderer.chat_text([{"role": "system", "content": "Be brief."}, *user("x")], tools=[WEATHER])
+    assert json.dumps(WEATHER["function"], ensure_ascii=False) in described and "Be brief." in described
+    assert described.count("<|im_start|>system") == 1 and "<tool_call>" in described
+    assert renderer.chat_text(user("x"), tools=[WEATHER]).count("<|im_start|>system") == 1
+    results = [*user("x"), {"role": "tool", "content": "9"}]
+    assert "<|im_start|>user\n<tool_response>\n9\n</tool_response>" in renderer.chat_text(results, tools=[WEATHER])
+    no_system = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}{{ m.content }}{% endfor %}"
+    assert "weather" in with_template(no_system).chat_text(user("x"), tools=[WEATHER])
     assert '"x": "<a> & é"' in with_template(TOOL_TEMPLATE).chat_text(user("x"), tools=[WEATHER])
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"q": "a"}'}}
     chat = [*user("x"), {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "9"}]
     text = renderer.chat_text(chat)
     assert "None" not in text
-    assert '<|im_start|>assistant\n{"name": "weather", "arguments": {"q": "a"}}<|im_end|>' in text
+    call_text = '<tool_call>\n{"name": "weather", "arguments": {"q": "a"}}\n</tool_call>'
+    assert f"<|im_start|>assistant\n{call_text}<|im_end|>" in text
 
 
 def test_template_errors_are_the_callers(renderer: Renderer) -> None:

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from tests.server.conftest import RunningServer, StartServer
+from tests.server.fake_engine import FakeInfo
 from treadle.ir.errors import ConfigError
 from treadle.server.config import ServerConfig
 from treadle.server.launch import listen
@@ -297,13 +298,13 @@ def test_a_model_without_a_template(start_server: StartServer) -> None:
     assert post(server, "/v1/completions", json={"prompt": "hi"}).status_code == 200
 
 
-def test_tools(start_server: StartServer) -> None:
-    """TRAP-9: tools the template cannot show are a 400 that names the field, unless they are switched off."""
-    server = start_server()
+def test_tools_reach_the_prompt(start_server: StartServer) -> None:
+    """TRAP-9: tools the template cannot show are described in the system message, unless they are switched off."""
+    server = start_server(info=FakeInfo(max_model_len=2048))
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-    response = post(server, json={**CHAT, "tools": tools})
-    assert response.status_code == 400 and response.json()["error"]["param"] == "tools"
-    assert post(server, json={**CHAT, "tools": tools, "tool_choice": "none"}).status_code == 200
+    for choice, shown in (("auto", True), ("none", False)):
+        assert post(server, json={**CHAT, "tools": tools, "tool_choice": choice}).status_code == 200
+        assert ('"name": "f"' in server.engine.renderer.decode(server.engine.seen[-1][0])) == shown
     shown = start_server(template="{{ tools | tojson }}{{ messages[0].content }}")
     assert post(shown, json={**CHAT, "tools": tools}).status_code == 200
     assert shown.engine.renderer.decode(shown.engine.seen[-1][0]).startswith('[{"type": "function"')
