@@ -6,15 +6,18 @@ import json
 import re
 import threading
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import jsonschema
 import pytest
 
-from tests.runtime.structured.conftest import BACKENDS, MakeLLM, made_backend, tiny_renderer
+from tests.runtime.structured.conftest import BACKENDS, MakeLLM, made_backend, tiny_renderer, tiny_vocabulary
 from tests.schemas import seeded_schema
 from treadle import SamplingParams, StructuredOutputsParams
 from treadle.ir.errors import TreadleError, UserError
+from treadle.runtime.chat.reasoning import OpenReasoning
+from treadle.runtime.engine import core as core_module
 from treadle.runtime.engine.core import EngineCore
 from treadle.runtime.engine.llm import LLM
 from treadle.runtime.outputs import CompletionOutput
@@ -327,3 +330,18 @@ def test_a_token_that_the_grammar_rejects_ends_the_request(
     monkeypatch.undo()
     assert len(ask(llm, params(max_tokens=5, ignore_eos=True))[0].token_ids) == 5
     core.check_integrity()
+
+
+def test_reasoning_is_free_and_what_follows_is_held(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """C06-15: nothing is constrained before a section that the prompt opens has ended, unless that is asked for."""
+    opening, closing, a, b = (tiny_renderer().encode(text)[0] for text in "()ab")
+    vocabulary = replace(tiny_vocabulary(), reasoner=OpenReasoning(opening, closing))
+    monkeypatch.setattr(core_module, "_vocabulary", lambda *_: vocabulary)
+    wanted = params(regex="a{3}", allowed_token_ids=[a, b, closing], n=4)
+    for prompt in ([*PROMPT, opening], PROMPT, [opening, *PROMPT, 43, 44], [*PROMPT, opening, 40, closing]):
+        texts = [answer.text for answer in ask(make_llm(), wanted, prompt=prompt)]
+        pattern = r"[ab]*\)aaa" if prompt[-1] == opening else "aaa"
+        assert all(re.fullmatch(pattern, text) for text in texts), texts
+        assert any("b" in text for text in texts) == (prompt[-1] == opening)
+    everywhere = make_llm(structured_output_in_reasoning=True)
+    assert {answer.text for answer in ask(everywhere, wanted, prompt=[*PROMPT, opening])} == {"aaa"}
