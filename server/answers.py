@@ -10,6 +10,7 @@ from treadle.runtime.chat.reader import (
     Arguments,
     CallStart,
     Content,
+    Piece,
     Pieces,
     Reader,
     Reasoning,
@@ -35,16 +36,19 @@ class Answer:
 
     def __init__(self, parse: Callable[[Text], Pieces[None]], call_id: Callable[[], str], *, counts_calls: bool = True):
         self._reader = Reader(parse)
-        self._call_id = call_id
+        self.call_id = call_id
         self._counts_calls = counts_calls
         self._num_calls = 0
 
+    def pieces(self, text: str, *, ended: bool) -> list[Piece]:
+        """What new text made known."""
+        found = self._reader.feed(text)
+        return found + self._reader.finish() if ended else found
+
     def delta(self, text: str, *, ended: bool) -> dict[str, Any]:
         """Fields of the `delta` for new text: any of content, reasoning_content, reasoning and tool_calls."""
-        pieces = self._reader.feed(text)
-        pieces += self._reader.finish() if ended else []
         found: dict[str, Any] = {}
-        for piece in pieces:
+        for piece in self.pieces(text, ended=ended):
             if isinstance(piece, Content):
                 found["content"] = found.get("content", "") + piece.text
             elif isinstance(piece, Reasoning):
@@ -67,7 +71,7 @@ class Answer:
     def _add(self, piece: CallStart | Arguments, calls: list[dict[str, Any]]) -> None:
         if isinstance(piece, CallStart):
             function = {"name": piece.name, "arguments": ""}
-            calls.append({"index": self._num_calls, "id": self._call_id(), "type": "function", "function": function})
+            calls.append({"index": self._num_calls, "id": self.call_id(), "type": "function", "function": function})
             self._num_calls += 1
             return
         index = self._num_calls - 1

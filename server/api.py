@@ -22,6 +22,7 @@ from treadle.server.errors import ApiError, bad_request
 from treadle.server.middleware import Gatekeeper
 from treadle.server.prompts import checked_ids, encoded, generation_prompt_options, rendered_chat
 from treadle.server.responses import JsonResponse, error_response
+from treadle.server.responses_api import create_response, page_of_items, stored_response
 from treadle.server.schemas import DetokenizeBody, TokenizeBody
 from treadle.server.state import ServerState
 
@@ -50,6 +51,23 @@ def _add_openai_routes(app: FastAPI, state: ServerState) -> None:
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         return await create_chat_completion(request, state)
+
+    @app.post("/v1/responses")
+    async def responses(request: Request) -> Response:
+        return await create_response(request, state)
+
+    @app.get("/v1/responses/{response_id}")
+    async def response(response_id: str) -> Response:
+        return JsonResponse(stored_response(response_id, state).response)
+
+    @app.get("/v1/responses/{response_id}/input_items")
+    async def input_items(response_id: str) -> Response:
+        return JsonResponse(page_of_items(stored_response(response_id, state).input_items))
+
+    @app.delete("/v1/responses/{response_id}")
+    async def forget(response_id: str) -> Response:
+        state.responses.remove(stored_response(response_id, state).response["id"])
+        return JsonResponse({"id": response_id, "object": "response", "deleted": True})
 
     @app.get("/v1/models")
     async def models() -> Response:

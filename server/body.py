@@ -39,7 +39,7 @@ def parse_body(raw: bytes, schema: type[B]) -> B:
     try:
         return schema.model_validate(data)
     except ValidationError as error:
-        raise _named(error) from error
+        raise validation_error(error) from error
 
 
 async def _read(request: Request, limit: int) -> bytes:
@@ -60,7 +60,8 @@ def _too_large(limit: int) -> ApiError:
     return ApiError(413, message, code="request_too_large", headers={"Connection": "close"})
 
 
-def _named(error: ValidationError) -> ApiError:
+def validation_error(error: ValidationError) -> ApiError:
+    """The 400 for a body that does not fit its schema; names the field and the place in it."""
     first = error.errors(include_url=False, include_context=False)[0]
     place, *inner = first["loc"] or ("body",)
     where = str(place) + "".join(f"[{part}]" if isinstance(part, int) else "" for part in inner)

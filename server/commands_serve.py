@@ -73,6 +73,9 @@ def serve(
         int | None, _option("--max-body-bytes", "Largest request body; more is a 413 (default: 16 MiB).", _LIMITS)
     ] = None,
     max_logprobs: Annotated[int | None, _option("--max-logprobs", "Most logprobs a token (default: 20).", _LIMITS)] = None,
+    max_stored_responses: Annotated[
+        int | None, _option("--max-stored-responses", "Answers of /v1/responses kept in memory (default: 1000).", _LIMITS)
+    ] = None,
     max_model_len: Annotated[
         int | None, _option("--max-model-len", "Tokens of one request, prompt and answer.", _ENGINE)
     ] = None,

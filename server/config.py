@@ -31,6 +31,8 @@ class ServerConfig:
     max_inflight_requests: int = option(1024, role=RUNTIME, doc="requests running and waiting; one more is a 503")
     max_sequences_per_request: int = option(256, role=RUNTIME, doc="most prompts times n of one request")
     max_logprobs: int = option(20, role=RUNTIME, doc="most logprobs for each token")
+    max_stored_responses: int = option(1000, role=RUNTIME, doc="answers of /v1/responses kept in memory; 0: none")
+    max_stored_response_bytes: int = option(256 << 20, role=RUNTIME, doc="memory for these answers")
     body_timeout: float = option(60.0, role=RUNTIME, doc="time a client has to send its body")
     stall_timeout: float = option(120.0, role=RUNTIME, doc="time a client may leave a stream unread before it is cut")
     drain_timeout: float = option(30.0, role=RUNTIME, doc="time running requests get after SIGTERM")

@@ -77,7 +77,8 @@ async def _disconnect(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events. The status is decided by the first event, so a request refused at once is a plain error.
+    """Server-sent events, after the last of them `ending`. The status is decided by the first event, so a request that is
+    refused at once is a plain error.
 
     `on_close` runs once at the end, `on_gone` before it if the client went away or stopped reading.
     """
@@ -86,12 +87,14 @@ class EventStream(Response):
         self,
         events: AsyncGenerator[bytes, None],
         *,
+        ending: bytes = DONE,
         stall_timeout: float,
         on_close: Callable[[], None],
         on_gone: Callable[[], None],
     ):
         super().__init__(media_type="text/event-stream; charset=utf-8")
         self._events = events
+        self._ending = ending
         self._stall_timeout = stall_timeout
         self._on_close = on_close
         self._on_gone = on_gone
@@ -120,7 +123,7 @@ class EventStream(Response):
                 await error_response(known)(scope, receive, send)
                 return
             await self._send(send, event(known.body()))
-        await self._send(send, DONE, last=True)
+        await self._send(send, self._ending, last=True)
 
     async def _send(self, send: Send, chunk: bytes, *, last: bool = False) -> None:
         """Sends one chunk; a client that leaves it unread for too long counts as gone."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import ExitStack
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, Generic, TypeVar
 
 from starlette.requests import Request
@@ -14,7 +14,7 @@ from starlette.responses import Response
 from treadle.runtime.renderer import Prompt
 from treadle.server.body import read_body
 from treadle.server.generation import Generation, Job
-from treadle.server.responses import EventStream, answer
+from treadle.server.responses import DONE, EventStream, answer
 from treadle.server.sampling import sampling_params
 from treadle.server.schemas import SamplingBody
 from treadle.server.state import ServerState
@@ -49,6 +49,36 @@ class Work(Generic[B]):
         return {"usage": self.usage() if self.body.continuous_usage else None}
 
 
+class Place:
+    """The place of one admitted request, held until the last byte is out or the client is gone."""
+
+    def __init__(self, request: Request, state: ServerState, held: ExitStack):
+        self._request, self._state, self._held = request, state, held
+
+    async def answer(self, work: Awaitable[dict[str, Any]]) -> Response:
+        """The answer in one piece."""
+        return await answer(self._request, work, self._state.metrics.aborted.inc)
+
+    def stream(self, events: AsyncGenerator[bytes, None], *, ending: bytes = DONE) -> Response:
+        """The answer as events; the place goes with it."""
+        return EventStream(
+            events,
+            ending=ending,
+            stall_timeout=self._state.config.stall_timeout,
+            on_close=self._held.pop_all().close,
+            on_gone=self._state.metrics.aborted.inc,
+        )
+
+
+@contextmanager
+def admitted(request: Request, state: ServerState) -> Iterator[Place]:
+    """Admits a request. Raises a 503 if the engine is dead, the server full or shutting down."""
+    state.check_alive()
+    with ExitStack() as held:
+        held.enter_context(state.admission.enter())
+        yield Place(request, state, held)
+
+
 async def serve(
     request: Request,
     state: ServerState,
@@ -58,23 +88,10 @@ async def serve(
     whole: Callable[[Work[B]], Awaitable[dict[str, Any]]],
     events: Callable[[Work[B]], AsyncGenerator[bytes, None]],
 ) -> Response:
-    """Answers one request: `prepare` renders its prompts, `whole` or `events` shape the answer.
-
-    The place in the server is held until the last byte is out or the client is gone.
-    """
-    state.check_alive()
-    with ExitStack() as stack:
-        slot = stack.enter_context(state.admission.enter())
+    """Answers one request: `prepare` renders its prompts, `whole` or `events` shape the answer."""
+    with admitted(request, state) as place:
         body = await read_body(request, schema, state.config)
         model = state.check_model(body.model)
         body.check()
         work = Work(state, body, model, prefix, await prepare(body, state))
-        if not body.stream:
-            return await answer(request, whole(work), state.metrics.aborted.inc)
-        stack.pop_all()
-        return EventStream(
-            events(work),
-            stall_timeout=state.config.stall_timeout,
-            on_close=slot.release,
-            on_gone=state.metrics.aborted.inc,
-        )
+        return place.stream(events(work)) if body.stream else await place.answer(whole(work))

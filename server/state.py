@@ -16,6 +16,7 @@ from treadle.server.admission import Admission
 from treadle.server.config import ServerConfig
 from treadle.server.errors import ApiError
 from treadle.server.metrics import ServerMetrics
+from treadle.server.response_store import ResponseStore
 
 
 class ServerState:
@@ -27,6 +28,7 @@ class ServerState:
         self.model_names = config.served_model_names or (engine.info.name,)
         self.admission = Admission(config.max_inflight_requests, config.retry_after)
         self.metrics = ServerMetrics(self.model_names[0], aliases=config.metrics_aliases)
+        self.responses = ResponseStore(config.max_stored_responses, config.max_stored_response_bytes)
         self.running: set[str] = set()
         source = engine.renderer.template_source
         self.tool_format = tool_format(config.tool_call_parser, source) or _described_format(config, engine.renderer)

@@ -120,6 +120,9 @@ class ChatTemplate:
         for name in set(kwargs or ()) & set(RESERVED_NAMES):
             raise ChatError(f"chat_template_kwargs may not set {name!r}; it has its own field", "chat_template_kwargs")
         conversation = normalise_messages(messages, self.content_format, shows_tool_calls=self.shows_tool_calls)
+        for message in conversation:
+            if message["role"] == "developer" and "developer" not in self.source:
+                message["role"] = "system"  # its newer name, which few templates know
         if tools and not self.shows_tools:
             conversation = with_tools(conversation, tools, role="system" if self.shows_system else "user")
             tools = None
