@@ -15,6 +15,7 @@ from treadle.codegen.key import NOT_HASHED, Difference
 from treadle.codegen.store import Problem, Store, StoredObject
 from treadle.ir.errors import ConfigError
 from treadle.server.environment import store_root
+from treadle.server.setting_pairs import parse_settings
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
 
@@ -83,7 +84,7 @@ def explain(
     """
     from treadle.codegen.explain import explain_compile
 
-    answers = explain_compile(bundle, _settings(setting or []), _open(store))
+    answers = explain_compile(bundle, parse_settings(setting or []), _open(store))
     if as_json:
         typer.echo(json.dumps([answer.as_dict() for answer in answers], indent=1))
         return
@@ -135,19 +136,3 @@ def _bytes(text: str) -> int:
     if match is None:
         raise ConfigError(f"--max-size {text!r} is no size; write for example 500M or 2G")
     return int(float(match[1]) * _UNITS[match[2]])
-
-
-def _settings(given: list[str]) -> dict[str, Any]:
-    """NAME=VALUE pairs; values are read as JSON where they are JSON, else as text."""
-    table: dict[str, Any] = {}
-    for pair in given:
-        name, sign, value = pair.partition("=")
-        if not sign:
-            raise ConfigError(f"--set {pair!r} should be NAME=VALUE")
-        try:
-            table[name] = json.loads(value)
-        except json.JSONDecodeError:
-            table[name] = value
-        if isinstance(table[name], list):
-            table[name] = tuple(table[name])
-    return table

@@ -20,6 +20,7 @@ COMMANDS = {
     "verify": ("treadle.server.commands_verify", "Prove a bundle: each pass and each compiled piece on seeded inputs."),
     "passes": ("treadle.server.commands_passes", "List the passes, or explain one."),
     "ops": ("treadle.server.commands_ops", "List the ops of the IR's dialect, or explain one."),
+    "bench": ("treadle.server.commands_bench", "Measure a bundle, a start, a compile, or any OpenAI-compatible server."),
     "cache": ("treadle.server.commands_cache", "List, verify, explain, compare and clean the artifact store."),
     "doctor": ("treadle.server.commands_doctor", "Check this machine and report what treadle finds."),
 }

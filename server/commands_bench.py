@@ -1,0 +1,89 @@
+"""`treadle bench`: measures and reports, with what is needed to run it again. Each measurement is in `server/bench/`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from treadle.server.bench.report import check_writable, make_report, write_report
+from treadle.server.setting_pairs import parse_settings
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
+
+Source = Annotated[str, typer.Argument(metavar="BUNDLE", help="A bundle.")]
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write the results here as JSON.")]
+InputLen = Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")]
+OutputLen = Annotated[int, typer.Option(min=1, help="New tokens of a request.")]
+Warmup = Annotated[int, typer.Option(min=0, help="Repeats that are not counted.")]
+Repeats = Annotated[int, typer.Option(min=1, help="Repeats that are counted.")]
+Seed = Annotated[int, typer.Option(help="Seed of the random prompts.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="Compute threads; default the processors allowed to us.")]
+Settings = Annotated[list[str] | None, typer.Option("--set", help="NAME=VALUE of another engine setting; repeatable.")]
+
+
+@app.callback()
+def _group() -> None:
+    """Measure a bundle, a start, a compile, or any OpenAI-compatible server."""
+
+
+@app.command()
+def latency(
+    bundle: Source,
+    input_len: InputLen = 32,
+    output_len: OutputLen = 128,
+    batch_size: Annotated[int, typer.Option(min=1, help="Requests that run together.")] = 1,
+    warmup: Warmup = 2,
+    repeats: Repeats = 10,
+    seed: Seed = 0,
+    num_threads: Threads = None,
+    setting: Settings = None,
+    output: Output = None,
+) -> None:
+    """Time one batch from its prompts to its last token, over and over, in this process."""
+    load = {"num_prompts": batch_size, "spread": 0.0}
+    load |= {"input_len": input_len, "output_len": output_len, "warmup": warmup, "repeats": repeats, "seed": seed}
+    _offline("latency", bundle, load, num_threads, setting, output)
+
+
+@app.command()
+def throughput(
+    bundle: Source,
+    input_len: InputLen = 128,
+    output_len: OutputLen = 128,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Requests given to the engine at once.")] = 32,
+    spread: Annotated[float, typer.Option(min=0, max=1, help="Draw lengths from 1 - SPREAD to 1 + SPREAD times those given.")] = 0.0,
+    warmup: Warmup = 1,
+    repeats: Repeats = 5,
+    seed: Seed = 0,
+    num_threads: Threads = None,
+    setting: Settings = None,
+    output: Output = None,
+) -> None:
+    """Count tokens per second of many requests given at once, in this process."""
+    load = {"num_prompts": num_prompts, "spread": spread}
+    load |= {"input_len": input_len, "output_len": output_len, "warmup": warmup, "repeats": repeats, "seed": seed}
+    _offline("throughput", bundle, load, num_threads, setting, output)
+
+
+def _offline(
+    name: str, bundle: str, load: dict[str, Any], num_threads: int | None, setting: list[str] | None, output: Path | None
+) -> None:
+    from treadle.server.bench.offline import OfflineLoad, measure_offline
+    from treadle.server.bench.tables import offline_lines
+
+    check_writable(output)
+    engine = parse_settings(setting or []) | ({"num_threads": num_threads} if num_threads else {})
+    results, config = measure_offline(bundle, engine, OfflineLoad(**load))
+    _show(make_report(name, load, results, effective=config), offline_lines(results), output)
+
+
+def _show(report: dict[str, Any], lines: list[str], output: Path | None) -> None:
+    """Prints the machine and the lines; writes the report where asked."""
+    machine = report["hardware"]
+    loads = ", ".join(map(str, machine["load_average"]))
+    typer.echo(f"{machine['processor']}, {machine['usable_processors']} processors, load {loads}")
+    for line in lines:
+        typer.echo(line)
+    write_report(report, output)
