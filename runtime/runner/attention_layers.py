@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from treadle.ir.errors import PluginError
+from treadle.ir.errors import ConfigError, PluginError
 from treadle.kernels.attention import ATTENTION_BACKENDS
 from treadle.kernels.attention.interface import AttentionQuery, BoundAttention, CommonMetadata
 from treadle.kernels.attention.selection import lowest_capture_support, select_backend
@@ -41,6 +41,8 @@ class AttentionLayers:
         self.passed_over: dict[str, str] = {}
         for shape in shapes:
             selection = select_backend(self._query(shape, block_size), backend, self._loadable())
+            if reason := self._missing(selection.backend):
+                raise ConfigError(f"attention backend {selection.backend.name!r} cannot serve this model: {reason}; compile it again")
             self._backends[shape.layer] = selection.backend
             self.passed_over.update(selection.passed_over)
         self.capture_support = lowest_capture_support(list(self._backends.values()))
@@ -53,15 +55,19 @@ class AttentionLayers:
         names = []
         for name in ATTENTION_BACKENDS.names():
             try:
-                needed = native_source(ATTENTION_BACKENDS.get(name))
+                reason = self._missing(ATTENTION_BACKENDS.get(name))
             except PluginError as error:
-                self.passed_over[name] = str(error)
-                continue
-            if needed is None or needed in self._native:
-                names.append(name)
+                reason = str(error)
+            if reason:
+                self.passed_over[name] = reason
             else:
-                self.passed_over[name] = f"the bundle holds no native library {needed!r}"
+                names.append(name)
         return names
+
+    def _missing(self, backend: Any) -> str:
+        """What a backend needs that the model does not bring, if anything."""
+        needed = native_source(backend)
+        return "" if needed is None or needed in self._native else f"the bundle holds no native library {needed!r}"
 
     def _query(self, shape: AttentionShape, block_size: int) -> AttentionQuery:
         return AttentionQuery(
