@@ -5,8 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 
+from treadle.codegen.bundle import open_bundle
+from treadle.codegen.manifest import Manifest
+from treadle.ir.errors import ConfigError
+from treadle.runtime.levels import bundle_level
 from treadle.server.bench.report import check_writable, make_report, write_report
 from treadle.server.setting_pairs import parse_settings
 
@@ -67,6 +72,49 @@ def throughput(
     _offline("throughput", bundle, load, num_threads, setting, output)
 
 
+@app.command()
+def startup(
+    bundle: Source,
+    repeats: Annotated[int, typer.Option(min=1, help="Processes of each kind.")] = 5,
+    kind: Annotated[list[str] | None, typer.Option(help="llm or serve; repeatable; default both.")] = None,
+    output: Output = None,
+) -> None:
+    """Time a start from process to first token, phase by phase, beside what importing torch and transformers takes.
+
+    Every reading is of a new process, the kinds in turn. `llm` makes a `treadle.LLM`, `serve` is a whole server.
+    """
+    from treadle.server.bench.startup import KINDS, measure_startup, startup_lines
+
+    check_writable(output)
+    kinds = list(dict.fromkeys(kind or KINDS))
+    if unknown := [name for name in kinds if name not in KINDS]:
+        raise ConfigError(f"--kind {unknown[0]!r} is not one of: {', '.join(KINDS)}")
+    manifest = open_bundle(bundle, for_loading=False).manifest
+    results = measure_startup(bundle, repeats, kinds)
+    settings = {"repeats": repeats, "kinds": kinds}
+    _show(make_report("startup", settings, results, model=_model(manifest)), startup_lines(results), output)
+
+
+@app.command("compile")
+def compile_(
+    model: Annotated[str, typer.Argument(help="A Hugging Face folder, a .gguf file or the alias smollm2.")],
+    warm: Annotated[bool, typer.Option("--warm/--no-warm", help="Compile once more, from the store that the first time filled.")] = True,
+    setting: Annotated[list[str] | None, typer.Option("--set", help="NAME=VALUE of a compile setting; repeatable.")] = None,
+    output: Output = None,
+) -> None:
+    """Time a compile by stages with an empty store, in a temporary folder that is removed afterwards."""
+    from treadle.codegen.compile import settle_settings
+    from treadle.server.bench.compiling import compile_lines, measure_compile
+
+    check_writable(output)
+    settings = parse_settings(setting or [])
+    config = settle_settings(model, **settings).rows()
+    results = measure_compile(model, settings, warm=warm)
+    effective = {row["field"]: row["value"] for row in config}
+    report = make_report("compile", {"model": Path(model).name, "warm": warm} | settings, results, effective=effective)
+    _show(report, compile_lines(results), output)
+
+
 def _offline(
     name: str, bundle: str, load: dict[str, Any], num_threads: int | None, setting: list[str] | None, output: Path | None
 ) -> None:
@@ -87,3 +135,11 @@ def _show(report: dict[str, Any], lines: list[str], output: Path | None) -> None
     for line in lines:
         typer.echo(line)
     write_report(report, output)
+
+
+def _model(manifest: Manifest) -> dict[str, Any]:
+    """What a bundle holds, as far as numbers depend on it."""
+    model, target = manifest.model, manifest.target
+    return {"name": model.name, "architecture": model.architecture, "dtype": model.dtype, "level": bundle_level(manifest)} | {
+        "target": msgspec.to_builtins(target)
+    }

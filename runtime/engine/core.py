@@ -22,6 +22,7 @@ from treadle.runtime.request import FinishReason, Request, RequestStatus
 from treadle.runtime.scheduler.config import SchedulerConfig
 from treadle.runtime.scheduler.output import SchedulerOutput
 from treadle.runtime.scheduler.scheduler import Scheduler
+from treadle.runtime.start_phases import phase_ended
 from treadle.runtime.structured.manager import StructuredOutputManager
 from treadle.runtime.structured.vocabulary import Vocabulary
 
@@ -42,6 +43,7 @@ class EngineCore:
         self.config = config = replace(config, executor=chosen_executor(config))
         self.executor = select_executor(config.executor)(config)
         worker = self.executor.start()
+        phase_ended("start workers")
         self.structured = StructuredOutputManager(
             config,
             lambda: _vocabulary(config, worker),
@@ -57,6 +59,7 @@ class EngineCore:
         self._compiled_before = COUNTERS.compilations
         watch.arm()
         _log_start(self.info)
+        phase_ended("build the scheduler")
 
     def add_request(self, request: CoreRequest) -> None:
         """Queues a request. One that the scheduler refuses ends with the next step's outputs, as an error."""

@@ -40,6 +40,7 @@ from treadle.runtime.protocol import (
     UtilityCall,
     UtilityResult,
 )
+from treadle.runtime.start_phases import phase_ended
 
 if TYPE_CHECKING:
     from treadle.runtime.engine.core import EngineCore
@@ -63,6 +64,7 @@ class InprocClient:
         wait_passively()
         from treadle.runtime.engine.core import EngineCore
 
+        phase_ended("import torch and the engine")
         self.core: EngineCore = EngineCore(config)
         self.info: ModelInfo = self.core.info
 

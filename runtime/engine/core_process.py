@@ -34,6 +34,7 @@ from treadle.runtime.protocol import (
     UtilityCall,
     UtilityResult,
 )
+from treadle.runtime.start_phases import phase_ended
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +90,7 @@ class CoreProcess:
                 open_early(config)
             from treadle.runtime.engine.core import EngineCore  # brings torch
 
+            phase_ended("import torch and the engine")
             core = EngineCore(config)
         except Exception as error:
             self.send(_startup_failure(error))

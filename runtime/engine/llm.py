@@ -30,6 +30,7 @@ from treadle.runtime.outputs import RequestOutput
 from treadle.runtime.protocol import SchedulerStats
 from treadle.runtime.renderer import Renderer
 from treadle.runtime.sampling_params import RequestOutputKind, SamplingParams
+from treadle.runtime.start_phases import phase_ended
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -69,6 +70,7 @@ class LLM:
         self._client: InprocClient | None = InprocClient(config)
         try:
             self.renderer = renderer = load_renderer()
+            phase_ended("wait for the tokenizer")
         except UserError:
             self.shutdown()
             raise

@@ -6,6 +6,7 @@ from concurrent.futures import Future
 
 from treadle.codegen.bundle import Bundle, open_bundle
 from treadle.runtime.config import EngineConfig
+from treadle.runtime.start_phases import phase_ended
 
 _opened: dict[tuple[str, str | None], tuple[Bundle, Future[None]]] = {}
 
@@ -13,6 +14,7 @@ _opened: dict[tuple[str, str | None], tuple[Bundle, Future[None]]] = {}
 def open_early(config: EngineConfig) -> Bundle:
     """Begins, and returns the bundle; whoever calls `take_opened` gets both. Raises BundleError for what the manifest shows."""
     opened = _opened[config.bundle, config.verify_key] = _open(config)
+    phase_ended("open bundle")
     return opened[0]
 
 

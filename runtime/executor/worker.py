@@ -16,6 +16,7 @@ from treadle.runtime.runner.model import LoadedModel
 from treadle.runtime.runner.model_runner import ModelRunner, RunnerConfig
 from treadle.runtime.runner_output import RunnerOutput
 from treadle.runtime.scheduler.output import SchedulerOutput
+from treadle.runtime.start_phases import phase_ended
 from treadle.runtime.structured.mask import GrammarMask
 
 LoadModel = Callable[[EngineConfig], LoadedModel]
@@ -51,6 +52,7 @@ class Worker:
             block_size=config.block_size,
         )
         plan = self._plan(model)
+        phase_ended("plan the cache")
         self._runner = ModelRunner(
             model,
             attention,
@@ -66,6 +68,7 @@ class Worker:
             ),
             plan,
         )
+        phase_ended("build the runner")
         return WorkerInfo(
             spec=replace(model.spec, max_model_len=plan.max_model_len),
             plan=plan,

@@ -14,6 +14,7 @@ from treadle.runtime.config import EngineConfig
 from treadle.runtime.dispatch import BatchDescriptor, GraphKeys, GraphMode
 from treadle.runtime.executor.early_open import take_opened
 from treadle.runtime.runner.model import LoadedModel, ModelSpec, Piece
+from treadle.runtime.start_phases import phase_ended
 
 
 def load_bundle(config: EngineConfig, group: Group | None = None) -> LoadedModel:
@@ -29,11 +30,14 @@ def load_bundle(config: EngineConfig, group: Group | None = None) -> LoadedModel
             "leave executor out, then one process is started for each"
         )
     native = load_natives(bundle)
+    phase_ended("load kernels")
     pieces: Mapping[str, Piece] = load_pieces(bundle)
+    phase_ended("load pieces")
     weights_verified.result()
-    return LoadedModel(
-        _spec(bundle), bundle.manifest.program, pieces, load_weights(bundle, rank), native, graph_keys(bundle.manifest), group
-    )
+    phase_ended("verify weights")
+    weights = load_weights(bundle, rank)
+    phase_ended("load weights")
+    return LoadedModel(_spec(bundle), bundle.manifest.program, pieces, weights, native, graph_keys(bundle.manifest), group)
 
 
 def _spec(bundle: Bundle) -> ModelSpec:
