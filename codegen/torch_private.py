@@ -90,8 +90,13 @@ def _c_shims() -> dict[Any, list[str]]:
 
     import treadle.ir.ops.packed  # noqa: F401  (registers the torch op)
 
-    declared = "AOTITorchError aoti_torch_cpu_packed_linear_v1(AtenTensorHandle, AtenTensorHandle, int64_t, AtenTensorHandle*)"
-    return {torch.ops.treadle.packed_linear_v1.default: [declared]}
+    tensor, name = "AtenTensorHandle", "AOTITorchError aoti_torch_cpu"
+    return {
+        torch.ops.treadle.packed_linear_v1.default: [f"{name}_packed_linear_v1({tensor}, {tensor}, int64_t, {tensor}*)"],
+        torch.ops.treadle.packed_int8_linear_v1.default: [
+            f"{name}_packed_int8_linear_v1({tensor}, {tensor}, {tensor}, int64_t, {tensor}*)"
+        ],
+    }
 
 
 def vector_isa(isa: str) -> Any:

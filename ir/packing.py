@@ -2,6 +2,7 @@
 
     f32    [N, K] -> [ceil(N / 16), K, 16]          column n of the product stands in panel n // 16, lane n % 16
     bf16   [N, K] -> [ceil(N / 16), K' / 2, 16, 2]  K' is K rounded up to 32; a pair is two neighbours along K
+    i8     as bf16; its scales [N, groups] as f32
 
 What is added to fill up is zero.
 """
@@ -14,7 +15,7 @@ from treadle.ir.types import DType
 
 COLUMNS = 16
 _PAIRED_MULTIPLE = 32  # K of one AMX tile of bf16
-PACKED_DTYPES = ("f32", "bf16")
+PACKED_DTYPES = ("f32", "bf16", "i8")
 
 
 def packed_shape(dtype: DType | str, rows: int, size: int) -> tuple[int, ...]:
@@ -26,7 +27,7 @@ def packed_shape(dtype: DType | str, rows: int, size: int) -> tuple[int, ...]:
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
-    """A weight [N, K] of float32 or bfloat16 in panels. Raises ValueError for another dtype."""
+    """A weight [N, K] of float32, bfloat16 or int8 in panels. Raises ValueError for another dtype."""
     dtype = DType.of(weight.dtype)
     if str(dtype) not in PACKED_DTYPES:
         raise ValueError(f"a weight of {dtype} cannot be packed; dtypes are {', '.join(PACKED_DTYPES)}")

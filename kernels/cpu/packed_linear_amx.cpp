@@ -69,25 +69,26 @@ constexpr Multiply KERNELS[2][2][2] = {
 };
 
 void write(const Product& at, const float* sums, int64_t row, int64_t rows, int64_t column, int64_t columns) {
+  const float* scale = at.scale ? at.scale + column : nullptr;
   uint16_t* out = (uint16_t*)at.out + row * at.n + column;
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t c = 0; c < columns; c += 16) {
       const __mmask16 mask = columns - c >= 16 ? 0xffff : (1u << (columns - c)) - 1;
-      const __m256bh value = _mm512_cvtneps_pbh(_mm512_loadu_ps(sums + r * 32 + c));
+      __m512 sum = _mm512_loadu_ps(sums + r * 32 + c);
+      if (scale) sum = _mm512_mul_ps(sum, _mm512_loadu_ps(scale + c));
+      const __m256bh value = _mm512_cvtneps_pbh(sum);
       _mm256_mask_storeu_epi16(out + r * at.n + c, mask, (__m256i)value);
     }
 }
 
-}  // namespace
-
-void panels_amx(const Product& at, int64_t first, int64_t last) {
+void bf16_panels(const Product& at, int64_t first, int64_t last) {
   alignas(64) float sums[32 * 32];
   int64_t top = -1, bottom = -1;
   for (int64_t from = 0; from < at.rows; from += ROW_BLOCK) {
     const int64_t to = from + ROW_BLOCK < at.rows ? from + ROW_BLOCK : at.rows;
     for (int64_t panel = first; panel < last; panel += 2) {
       const bool two = panel + 1 < last;
-      const uint16_t* w = (const uint16_t*)at.weight + panel * at.panel;
+      const uint16_t* w = (const uint16_t*)at.weight + (panel - at.first_panel) * at.panel;
       const int64_t column = panel * COLUMNS;
       const int64_t wide = two ? 2 * COLUMNS : COLUMNS, columns = at.n - column < wide ? at.n - column : wide;
       for (int64_t row = from; row < to; row += 2 * TILE_ROWS) {
@@ -102,6 +103,16 @@ void panels_amx(const Product& at, int64_t first, int64_t last) {
     }
   }
   _tile_release();
+}
+
+}  // namespace
+
+// Groups of scales do not fit what tiles sum up: the vector unit takes these.
+void panels_amx(const Product& at, int64_t first, int64_t last) {
+  if (at.weights == AS_X)
+    bf16_panels(at, first, last);
+  else if (at.groups > 1 || !widened(at, first, last, bf16_panels))
+    panels_avx512_bf16(at, first, last);
 }
 
 }  // namespace treadle

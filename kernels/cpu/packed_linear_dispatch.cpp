@@ -51,34 +51,26 @@ Path the_best() {
   return best;
 }
 
-// A copy of x with rows filled up to k_padded; lives as long as the thread and only grows.
+// A copy of x with rows filled up to k_padded.
 void* padded(const Product& at, int64_t k) {
-  struct Memory {
-    void* data = nullptr;
-    int64_t bytes = 0;
-    ~Memory() { free(data); }
-  };
-  static thread_local Memory mine;
-  const int64_t bytes = at.rows * at.k_padded * 2;
-  if (mine.bytes < bytes) {
-    free(mine.data);
-    mine.data = aligned_alloc(64, (bytes + 63) / 64 * 64);
-    mine.bytes = mine.data ? bytes : 0;
-    if (!mine.data) return nullptr;
-  }
+  static thread_local Scratch scratch;
+  const int64_t size = at.dtype == F32 ? 4 : 2;
+  char* copy = (char*)scratch.of(at.rows * at.k_padded * size);
+  if (!copy) return nullptr;
   for (int64_t r = 0; r < at.rows; ++r) {
-    char* row = (char*)mine.data + r * at.k_padded * 2;
-    memcpy(row, (const char*)at.x + r * at.x_stride * 2, k * 2);
-    memset(row + k * 2, 0, (at.k_padded - k) * 2);
+    char* row = copy + r * at.k_padded * size;
+    memcpy(row, (const char*)at.x + r * at.x_stride * size, k * size);
+    memset(row + k * size, 0, (at.k_padded - k) * size);
   }
-  return mine.data;
+  return copy;
 }
 
 constexpr int64_t OPERATIONS_PER_THREAD = 64 * 1024;  // below, a second thread costs more than it saves
 
 int64_t run(Product at, int64_t k, Path path) {
   if (at.rows == 0 || at.n == 0) return OK;
-  at.k_padded = at.dtype == BF16 ? (k + 31) / 32 * 32 : k;
+  at.k_padded = at.dtype == BF16 || at.weights == INT8 ? (k + 31) / 32 * 32 : k;
+  if (at.groups > 1 && (at.k_padded != k || k % at.groups || k / at.groups % 2)) return BAD_LENGTH;
   at.panel = at.k_padded * 16;
   if (at.k_padded != k) {
     at.x = padded(at, k);
@@ -113,7 +105,7 @@ struct Torch {
   int32_t (*get_strides)(Tensor, int64_t**);
   int32_t (*get_dtype)(Tensor, int32_t*);
   int32_t (*empty)(int64_t, const int64_t*, const int64_t*, int32_t, int32_t, int32_t, Tensor*);
-  int32_t float32, bfloat16;
+  int32_t float32, bfloat16, int8;
   bool complete;
 
   Torch() {
@@ -126,7 +118,9 @@ struct Torch {
     get_dtype = (decltype(get_dtype))find("aoti_torch_get_dtype");
     empty = (decltype(empty))find("aoti_torch_empty_strided");
     const auto f32 = (int32_t(*)())find("aoti_torch_dtype_float32"), b16 = (int32_t(*)())find("aoti_torch_dtype_bfloat16");
-    complete = get_data && get_dim && get_sizes && get_strides && get_dtype && empty && f32 && b16;
+    const auto i8 = (int32_t(*)())find("aoti_torch_dtype_int8");
+    complete = get_data && get_dim && get_sizes && get_strides && get_dtype && empty && f32 && b16 && i8;
+    int8 = i8 ? i8() : -1;
     float32 = f32 ? f32() : -1;
     bfloat16 = b16 ? b16() : -1;
   }
@@ -142,26 +136,53 @@ TREADLE_EXPORT int64_t treadle_best_path() { return the_best(); }
 TREADLE_EXPORT int64_t treadle_packed_linear(int64_t dtype, const void* x, int64_t x_stride, const void* weight, void* out,
                                              int64_t rows, int64_t n, int64_t k, int64_t path) {
   if (path > the_best()) return BAD_ISA;
-  const Product at{dtype, x, x_stride, weight, 0, out, rows, n, 0};
+  const Product at{dtype, AS_X, x, x_stride, weight, 0, nullptr, 1, 0, out, rows, n, 0};
   return run(at, k, path == 0 ? the_best() : (Path)path);
 }
 
-// The op treadle::packed_linear_v1(x [T, K], weight, n) -> [T, n]. Returns 0, or 1 for arguments it cannot take.
-TREADLE_EXPORT int32_t aoti_torch_cpu_packed_linear_v1(Tensor x, Tensor weight, int64_t n, Tensor* result) {
+// The same with int8 weights and scales [panels][groups][16].
+TREADLE_EXPORT int64_t treadle_packed_int8_linear(int64_t dtype, const void* x, int64_t x_stride, const void* weight,
+                                                  const float* scale, int64_t groups, void* out, int64_t rows, int64_t n,
+                                                  int64_t k, int64_t path) {
+  if (path > the_best()) return BAD_ISA;
+  const Product at{dtype, INT8, x, x_stride, weight, 0, scale, groups, 0, out, rows, n, 0};
+  return run(at, k, path == 0 ? the_best() : (Path)path);
+}
+
+// A product of tensors. `scale` is null where the weight is of x's own type. Returns 0, or 1 for what it cannot take.
+static int32_t product_of(Tensor x, Tensor weight, Tensor scale, int64_t n, Tensor* result) {
   static const Torch torch;
   if (!torch.complete) return 1;
-  int64_t dim, *sizes, *strides;
-  int32_t dtype, weight_dtype;
-  void *data, *packed, *out;
+  int64_t dim, *sizes, *strides, *scale_sizes;
+  int32_t dtype, weight_dtype, scale_dtype;
+  void *data, *packed, *out, *scales = nullptr;
   if (torch.get_dim(x, &dim) || dim != 2 || torch.get_sizes(x, &sizes) || torch.get_strides(x, &strides) ||
       torch.get_dtype(x, &dtype) || torch.get_dtype(weight, &weight_dtype) || torch.get_data(x, &data) ||
-      torch.get_data(weight, &packed) || dtype != weight_dtype || (strides[1] != 1 && sizes[1] != 1) ||
-      (dtype != torch.float32 && dtype != torch.bfloat16))
+      torch.get_data(weight, &packed) || (strides[1] != 1 && sizes[1] != 1) ||
+      (dtype != torch.float32 && dtype != torch.bfloat16) || weight_dtype != (scale ? torch.int8 : dtype))
     return 1;
+  int64_t groups = 1;
+  if (scale) {
+    if (torch.get_dim(scale, &dim) || dim != 3 || torch.get_sizes(scale, &scale_sizes) || torch.get_data(scale, &scales) ||
+        torch.get_dtype(scale, &scale_dtype) || scale_dtype != torch.float32)
+      return 1;
+    groups = scale_sizes[1];
+  }
   const int64_t shape[2] = {sizes[0], n}, dense[2] = {n, 1};
   if (torch.empty(2, shape, dense, dtype, 0, 0, result) || torch.get_data(*result, &out)) return 1;
-  const Product at{dtype == torch.float32 ? F32 : BF16, data, strides[0], packed, 0, out, sizes[0], n, 0};
+  const Product at{dtype == torch.float32 ? F32 : BF16, scale ? INT8 : AS_X, data, strides[0], packed, 0, (const float*)scales,
+                   groups, 0, out, sizes[0], n, 0};
   return run(at, sizes[1], the_best()) == OK ? 0 : 1;
+}
+
+// The op treadle::packed_linear_v1(x [T, K], weight, n) -> [T, n].
+TREADLE_EXPORT int32_t aoti_torch_cpu_packed_linear_v1(Tensor x, Tensor weight, int64_t n, Tensor* result) {
+  return product_of(x, weight, nullptr, n, result);
+}
+
+// The op treadle::packed_int8_linear_v1(x [T, K], weight, scale, n) -> [T, n].
+TREADLE_EXPORT int32_t aoti_torch_cpu_packed_int8_linear_v1(Tensor x, Tensor weight, Tensor scale, int64_t n, Tensor* result) {
+  return product_of(x, weight, scale, n, result);
 }
 
 }  // namespace treadle

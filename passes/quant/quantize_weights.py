@@ -7,7 +7,8 @@
 Changing: weights are rounded to 8 bits. The linear that makes the logits stays as it is unless `head`, since every
 answer goes through it; so do weights whose name matches a pattern of `ignore`. The two weights of a mixture's experts are
 quantized alike, each expert's rows with scales of their own, and `moe` becomes `moe_quant`; its router stays. Does not
-handle embeddings, nor weights that are computed in the graph or read by another op.
+handle embeddings (the table of a tied head stays as it is for the lookup), nor weights that are computed in the graph or
+read by another op.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from treadle.passes.rewriter import Rewriter
 _FUSIONS_BEFORE = ("fuse_qkv", "fuse_gate_up", "fuse_add_rms_norm", "fuse_moe", "shard_tensor_parallel", "fuse_all_reduce_rms_norm")
 _WEIGHTS = {"linear": ("weight",), "moe": ("gate_up", "down"), "experts": ("gate_up", "down")}
 """Op -> the operands that are quantized."""
+_LOOKUP = "embedding"
+"""Reads a few rows of a tied weight, which stays beside the quantized one."""
 _AFTER_HEAD = ("aten.mul.", "aten.div.", "aten.tanh.", "aten.to.", "aten.reshape.", "aten.add.", "aten.slice.", "all_gather")
 
 
@@ -97,7 +100,7 @@ class QuantizeWeights(Pass):
             return f"the weight %{weight.name} is computed in the graph"
         if pattern := next((p for p in self.ignore if fnmatchcase(weight.name, p)), None):
             return f"the weight %{weight.name} matches {pattern!r} of ignore"
-        if other := next((user for user in users[weight] if user.op != node.op), None):
+        if other := next((user for user in users[weight] if user.op not in (node.op, _LOOKUP)), None):
             return f"the weight %{weight.name} is read by {other.op} too"
         size = weight.type.shape[-1]
         if self.group and int(size) % self.group:  # type: ignore[arg-type]

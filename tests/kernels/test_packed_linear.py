@@ -27,9 +27,23 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> NativeLibrary:
 class Kernel:
     def __init__(self, library: NativeLibrary, path: int):
         self._path = path
+        self._run_int8 = library.bind(
+            "treadle_packed_int8_linear",
+            [c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, c_int64],
+        )
         self._run = library.bind(
             "treadle_packed_linear", [c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64]
         )
+
+    def int8(self, x: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, n: int) -> torch.Tensor:
+        out = torch.full((x.shape[0], n), torch.nan, dtype=x.dtype)
+        assert packed.dtype is torch.int8 and scale.shape[0] == packed.shape[0]
+        status = self._run_int8(
+            0 if x.dtype is torch.float32 else 1, x.data_ptr(), x.stride(0), packed.data_ptr(), scale.data_ptr(), scale.shape[1],
+            out.data_ptr(), x.shape[0], n, x.shape[1], self._path,
+        )  # fmt: skip
+        assert status == 0
+        return out
 
     def __call__(self, x: torch.Tensor, packed: torch.Tensor, n: int) -> torch.Tensor:
         out = torch.full((x.shape[0], n), torch.nan, dtype=x.dtype)
@@ -73,6 +87,35 @@ def test_a_row_does_not_depend_on_its_batch(kernel: Kernel, dtype: torch.dtype) 
                     assert torch.equal(part, whole[start : start + rows]), (count, rows, start)
     finally:
         torch.set_num_threads(threads)
+
+
+def quantized(weight: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """int8 values, scales [N, groups], and what they stand for in float64."""
+    parts = weight.reshape(weight.shape[0], groups, -1)
+    scale = parts.abs().amax(-1).clamp(min=1e-6) / 127
+    values = (parts / scale.unsqueeze(-1)).round().to(torch.int8)
+    return values.flatten(1), scale, (values.double() * scale.double().unsqueeze(-1)).flatten(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize(("rows", "size", "n", "groups"), [(*shape, 1) for shape in SHAPES] + [(1, 576, 960, 9), (5, 64, 40, 2), (33, 192, 33, 3)])
+def test_int8_equals_torch(kernel: Kernel, dtype: torch.dtype, rows: int, size: int, n: int, groups: int) -> None:
+    """Sums of exact products, then the scale: within the table of float64 products of what the weight stands for."""
+    x = torch.randn(rows, size).to(dtype)
+    values, scale, meant = quantized(torch.randn(n, size) / size**0.5, groups)
+    assert_close(kernel.int8(x, pack(values), pack(scale), n), (x.double() @ meant.T).to(dtype))
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+def test_a_row_of_int8_does_not_depend_on_its_batch(kernel: Kernel, dtype: torch.dtype, groups: int) -> None:
+    """Few rows and many go different ways, to the same bits."""
+    x = torch.randn(67, 96).to(dtype)
+    values, scale, _ = quantized(torch.randn(2000, 96), groups)
+    whole = kernel.int8(x, pack(values), pack(scale), 2000)
+    for rows in (1, 2, 5, 6, 7, 16, 33):
+        part = kernel.int8(x[20 : 20 + rows].contiguous(), pack(values), pack(scale), 2000)
+        assert torch.equal(part, whole[20 : 20 + rows]), rows
 
 
 def test_rows_may_lie_apart(kernel: Kernel) -> None:

@@ -26,12 +26,31 @@ _BF16 = """
   return %y
 """
 
+_INT8 = """
+  input %x: f32[T,64]
+  param %w: i8[20,64] = quantize(load("w"), key=quant(i8, per_channel))
+  param %s: f32[20,1] = quantization_scale(load("w"), key=quant(i8, per_channel))
+  param %b: f32[20] = load("bias")
+  %y: f32[T,20] = weight_only_linear(%x, %w, %s, %b, key=quant(i8, per_channel))   // up | model.py:2
+  return %y
+"""
+_GROUPS = _INT8.replace("per_channel", "per_group=32").replace("f32[20,1]", "f32[20,2]")
+
 CASES = [
     Case("prepack_weights", PrepackWeights(), {"linear": 1}, _graph(_BF16)),
+    Case("prepack_weights_int8", PrepackWeights(), {"weight_only_linear": 1}, _graph(_INT8)),
+    Case("prepack_weights_int8_groups", PrepackWeights(), {"weight_only_linear": 1}, _graph(_GROUPS)),
     Case("prepack_weights_tied", PrepackWeights(), {"linear": 2}, _graph(_TIED)),
 ]
 REFUSALS = [
-    Refusal("a weight of float16", PrepackWeights(), "weights of f16 are not packed", _graph(_BF16.replace("bf16", "f16"))),
+    Refusal("a product of float16", PrepackWeights(), "products of f16 have no kernel", _graph(_BF16.replace("bf16", "f16"))),
+    Refusal("a weight of fp8", PrepackWeights(), "weights of f8e4m3 are not packed", _graph(_INT8.replace("i8", "f8e4m3"))),
+    Refusal(
+        "groups that a step of the kernel would straddle",
+        PrepackWeights(),
+        "groups of 16 are not a multiple of 32",
+        _graph(_GROUPS.replace("per_group=32", "per_group=16").replace("f32[20,2]", "f32[20,4]")),
+    ),
     Refusal(
         "a weight that is computed",
         PrepackWeights(),

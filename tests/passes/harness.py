@@ -16,7 +16,7 @@ from treadle.ir.text import parse_graph
 from treadle.ir.tolerance import REWRITE, relative_error
 from treadle.ir.types import StateType, TensorType
 from treadle.ir.verify import verify
-from treadle.ir.weights import Literal, Load
+from treadle.ir.weights import Literal, Load, Quantize
 from treadle.passes.base import Pass, PassReport
 from treadle.passes.split import SplitGraph, run_split
 
@@ -81,9 +81,13 @@ class Weights:
         generator = torch.Generator().manual_seed(seed)
         self.tensors = {}
         for param in graph.params:
-            if isinstance(param.recipe, Load) and isinstance(param.type, TensorType):
-                drawn = torch.randn(param.type.at(TOKENS), generator=generator) * 0.1
+            if not isinstance(param.type, TensorType):
+                continue
+            drawn = torch.randn(param.type.at(TOKENS), generator=generator) * 0.1
+            if isinstance(param.recipe, Load):
                 self.tensors[param.recipe.name] = drawn.to(param.type.dtype.torch)
+            elif isinstance(param.recipe, Quantize) and isinstance(param.recipe.of, Load):
+                self.tensors[param.recipe.of.name] = drawn
 
     def of(self, params: list[Param]) -> list[torch.Tensor]:
         return [param.recipe.evaluate(self.tensors.__getitem__) for param in params]

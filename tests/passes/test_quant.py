@@ -8,6 +8,7 @@ import pytest
 
 from tests.passes.harness import ARCHITECTURES, Case, Refusal, Weights, apply, example_inputs, outputs, traced
 from treadle.ir.errors import ConfigError, VerifyError
+from treadle.ir.graph import Param
 from treadle.ir.hashing import structural_hash
 from treadle.ir.text import parse_graph, print_graph
 from treadle.passes.base import run_passes
@@ -137,7 +138,9 @@ REFUSALS = [
     Refusal("attention that is also read unquantized", FuseAttentionQuant(), "%flat is read elsewhere", ATTENTION.replace("return %y", "return %y, %flat")),
     Refusal("attention that is not quantized", FuseAttentionQuant(), "goes to aten.neg.default unquantized", ATTENTION.replace(_SCALE, "").replace("%y: i8[T,8] = quantize_static(%flat, %s, key=quant(i8, per_tensor))", "%y: f32[T,8] = aten.neg.default(%flat)")),
     Refusal("the head", QuantizeWeights(), "it makes the logits", HEAD),
-    Refusal("a tied head", QuantizeWeights(head=True), "is read by embedding too", HEAD),
+    Refusal("a weight with another reader", QuantizeWeights(), "is read by aten.neg.default too", _graph(
+        '  input %x: f32[T,8]\n  param %w: f32[8,8] = load("w")\n  %y: f32[T,8] = linear(%x, %w)\n'
+        "  %z: f32[8,8] = aten.neg.default(%w)\n  return %y, %z")),
     Refusal("an ignored expert", QuantizeWeights(ignore=("down",)), "matches 'down' of ignore", MOE),
     Refusal("odd groups of experts", QuantizeActivations(group=3), "do not divide into groups", MOE_QUANT),
     Refusal("an ignored name", QuantizeWeights(ignore=("*.weight",)), "matches '*.weight' of ignore", LINEARS),
@@ -239,16 +242,27 @@ def test_all_together_on_a_block() -> None:
     assert outputs(unfused, weights, inputs)[0].equal(outputs(fused, weights, inputs)[0])
 
 
+def test_a_tied_head_leaves_the_table_to_the_lookup() -> None:
+    """The head reads a quantized copy, the embedding the rows of the plain one."""
+    graph = parse_graph(HEAD)
+    assert QuantizeWeights(head=True).run(graph).matched == 1
+    (lookup,) = [node for node in graph.nodes if node.op == "embedding"]
+    (head,) = [node for node in graph.nodes if node.op == "weight_only_linear"]
+    table, weight = next(value for value in lookup.inputs() if isinstance(value, Param)), head.operand("weight")
+    assert str(table.type.dtype) == "f32" and weight is not None and str(weight.type.dtype) == "i8"
+
+
 @pytest.mark.parametrize("scheme", SCHEMES.names())
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_architecture_quantizes(name: str, scheme: str) -> None:
-    """All linears but the head's and all experts, in every architecture; the logits move by rounding only."""
+    """All linears (the head's where the scheme says so) and all experts, in every architecture; logits move by rounding only."""
     given = tuple(text.replace("group=64", "group=8") for text in scheme_passes(scheme))
     plain = run_pipeline(traced(name)).fused
     stages = run_pipeline(traced(name), PipelineOptions(extra_passes=given))
     report = next(report for report in stages.reports if report.name == "quantize_weights")
     takers = [node for node in plain.nodes if node.op in ("linear", "moe", "experts")]
-    assert report.matched == len(takers) - 1 and len(report.near_misses) == 1, report.near_misses
+    left = 0 if any("head=true" in text for text in given) else 1
+    assert report.matched == len(takers) - left and len(report.near_misses) == left, report.near_misses
     assert not any(node.op in ("moe", "experts") for node in stages.fused.nodes)
     weights, inputs = Weights(traced(name)), example_inputs(plain)
     (wanted,), (found,) = outputs(plain, weights, inputs), outputs(stages.fused, weights, inputs)
