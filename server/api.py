@@ -115,6 +115,14 @@ def _add_operator_routes(app: FastAPI, state: ServerState) -> None:
         await state.read_stats()
         return Response(state.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
+    @app.post("/reset_prefix_cache")
+    async def reset_prefix_cache(reset_running_requests: bool = False) -> Response:
+        state.check_alive()
+        if not await state.engine.reset_prefix_cache(reset_running_requests):
+            message = "blocks are in use by running requests; try again later, or start them over with ?reset_running_requests=true"
+            raise ApiError(409, message, code="prefix_cache_in_use")
+        return JsonResponse({"status": "ok"})
+
     @app.get("/version")
     async def version() -> Response:
         return JsonResponse({"version": treadle.__version__})
@@ -143,5 +151,6 @@ async def _on_error(request: Request, error: Exception) -> Response:
         reason = f"{request.method} {request.url.path}: {error.detail}"
         error = ApiError(error.status_code, reason, headers=dict(error.headers or {}))
     elif isinstance(error, RequestValidationError):
-        error = bad_request(str(error.errors()[0]["msg"]), None)
+        first = error.errors()[0]
+        error = bad_request(f"{first['loc'][-1]}: {first['msg']}", str(first["loc"][-1]))
     return error_response(error)

@@ -166,6 +166,19 @@ def test_forced_tool_calls(server: ServerProcess) -> None:
     assert "".join(delta["function"]["arguments"] for delta in deltas) == found[1]
 
 
+def test_a_reset_forgets_cached_prefixes(server: ServerProcess) -> None:
+    """The second of two equal prompts reads the cache; after a reset it is computed again, to the same text."""
+    eventually(server.is_idle)
+    body = {"prompt": "The lighthouse keeper counted the ships. " * 8, "temperature": 0, "max_tokens": 4}
+    found = [server.post("/v1/completions", **body).json() for _ in range(2)]
+    eventually(server.is_idle)
+    assert server.post("/reset_prefix_cache").status_code == 200
+    found.append(server.post("/v1/completions", **body).json())
+    cached = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in found]
+    assert cached[0] == cached[2] == 0 and cached[1] > 0
+    assert len({answer["choices"][0]["text"] for answer in found}) == 1
+
+
 def test_a_drain_finishes_what_runs(bundle: Path) -> None:
     """TRAP-17, C01-09: after SIGTERM running streams end whole, new requests get a 503, the exit code is 0."""
     with serving(bundle, max_model_len=LIMIT, num_blocks=64) as server:

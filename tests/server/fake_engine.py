@@ -54,6 +54,7 @@ class FakeEngine:
         self.running: dict[str, int] = {}
         self.totals = {"prompt_tokens": 0, "generation_tokens": 0, "num_aborted": 0, "num_steps": 0}
         self.most_running = 0
+        self.num_resets = 0
         self._slots = asyncio.Semaphore(slots)
         self._waiting = 0
         self.shut_down = False
@@ -167,8 +168,11 @@ class FakeEngine:
             num_running=len(self.running), num_waiting=self._waiting, num_blocks=100, kv_usage=usage, **self.totals
         )
 
-    async def reset_prefix_cache(self) -> bool:
-        return True
+    async def reset_prefix_cache(self, force: bool = False) -> bool:
+        self._check_alive()
+        done = force or not self.running
+        self.num_resets += done
+        return done
 
     async def shutdown(self, drain_timeout: float = 0.0) -> None:
         self.shut_down = True

@@ -223,6 +223,26 @@ def test_a_slow_body_times_out(start_server: StartServer) -> None:
     eventually(lambda: nothing_runs(server))
 
 
+def test_reset_prefix_cache(start_server: StartServer) -> None:
+    """Refused while requests hold blocks, unless they may start over; a wrong value is a 400, a dead engine a 503."""
+    server = start_server({"api_keys": ("k",)}, delay=0.02)
+    key = {"headers": {"Authorization": "Bearer k"}}
+    assert post(server, "/reset_prefix_cache").status_code == 401
+    assert post(server, "/reset_prefix_cache", **key).status_code == 200 and server.engine.num_resets == 1
+    with httpx.stream("POST", server.base_url + "/v1/chat/completions", json={**LONG, "stream": True}, **key) as response:
+        next(response.iter_lines())
+        refused = post(server, "/reset_prefix_cache", **key)
+        assert refused.status_code == 409 and refused.json()["error"]["code"] == "prefix_cache_in_use"
+        assert server.engine.num_resets == 1
+        assert post(server, "/reset_prefix_cache?reset_running_requests=true", **key).status_code == 200
+        assert server.engine.num_resets == 2
+    wrong = post(server, "/reset_prefix_cache?reset_running_requests=7", **key)
+    assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "reset_running_requests"
+    assert get(server, "/reset_prefix_cache", **key).status_code == 405
+    server.engine.crash()
+    assert post(server, "/reset_prefix_cache", **key).status_code == 503
+
+
 def test_minus_infinity_is_json(start_server: StartServer) -> None:
     """TRAP-4: a logprob of minus infinity reaches the client as a number, streamed and whole."""
     server = start_server(lowest=float("-inf"))
