@@ -131,6 +131,7 @@ def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 def _wait_for_address(process: subprocess.Popen[bytes], log: str) -> str:
     deadline = time.monotonic() + START_SECONDS
+    text = ""
     while time.monotonic() < deadline:
         with open(log, encoding="utf-8") as reader:
             text = reader.read()

@@ -230,7 +230,8 @@ def test_reset_prefix_cache(start_server: StartServer) -> None:
     assert post(server, "/reset_prefix_cache").status_code == 401
     assert post(server, "/reset_prefix_cache", **key).status_code == 200 and server.engine.num_resets == 1
     with httpx.stream("POST", server.base_url + "/v1/chat/completions", json={**LONG, "stream": True}, **key) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()  # kept: dropped, it would close the stream
+        next(lines)
         refused = post(server, "/reset_prefix_cache", **key)
         assert refused.status_code == 409 and refused.json()["error"]["code"] == "prefix_cache_in_use"
         assert server.engine.num_resets == 1
