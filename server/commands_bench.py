@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +14,7 @@ from treadle.codegen.manifest import Manifest
 from treadle.ir.errors import ConfigError
 from treadle.runtime.levels import bundle_level
 from treadle.server.bench.report import check_writable, make_report, write_report
+from treadle.server.environment import take_api_keys
 from treadle.server.setting_pairs import parse_settings
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
@@ -113,6 +115,56 @@ def compile_(
     effective = {row["field"]: row["value"] for row in config}
     report = make_report("compile", {"model": Path(model).name, "warm": warm} | settings, results, effective=effective)
     _show(report, compile_lines(results), output)
+
+
+@app.command()
+def serve(
+    base_url: Annotated[str, typer.Option(help="The server, such as http://127.0.0.1:8000.")],
+    model: Annotated[str | None, typer.Option(help="The model's name; default the first that the server lists.")] = None,
+    endpoint: Annotated[str, typer.Option(help="completions or chat, streamed.")] = "completions",
+    num_prompts: Annotated[int, typer.Option(min=1, help="Requests that are counted.")] = 100,
+    request_rate: Annotated[float | None, typer.Option(help="Open loop: requests per second; inf sends all at once.")] = None,
+    arrival: Annotated[str, typer.Option(help="Open loop: poisson, constant or burst.")] = "poisson",
+    burst_size: Annotated[int, typer.Option(min=1, help="Requests of one burst, with --arrival burst.")] = 8,
+    concurrency: Annotated[int | None, typer.Option(min=1, help="Closed loop: requests under way at once.")] = None,
+    input_len: Annotated[int, typer.Option(min=1, help="Common words of a prompt, about a token each; the server's count is reported.")] = 128,
+    output_len: Annotated[int, typer.Option(min=1, help="Most new tokens of a request.")] = 128,
+    spread: Annotated[float, typer.Option(min=0, max=1, help="Draw lengths from 1 - SPREAD to 1 + SPREAD times those given.")] = 0.0,
+    shared_prefix: Annotated[int, typer.Option(min=0, help="Words that every prompt begins with, besides its own.")] = 0,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos/--no-ignore-eos", help="Ask for answers of full length.")] = True,
+    extra: Annotated[list[str] | None, typer.Option("--extra", help="NAME=VALUE of another field of each request; repeatable.")] = None,
+    goodput: Annotated[list[str] | None, typer.Option(help="Limits in ms, such as 'ttft:200 tpot:50'; also e2e; repeatable.")] = None,
+    warmup: Annotated[int, typer.Option(min=0, help="Requests before, that are not counted.")] = 4,
+    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds one request may take.")] = 600.0,
+    seed: Seed = 0,
+    plot: Annotated[Path | None, typer.Option(help="Draw the spread of latencies into this .svg file.")] = None,
+    output: Output = None,
+) -> None:
+    """Load any OpenAI-compatible server and time its streams, from the moment each request was due.
+
+    Give --request-rate (open loop) or --concurrency (closed loop). A key is read from TREADLE_API_KEY. The report says
+    what the client itself adds, measured in the same run against a server that computes nothing.
+    """
+    from treadle.server.bench.load import Address, ServeLoad, parse_limits
+    from treadle.server.bench.plot import plot_svg
+    from treadle.server.bench.serving import first_model, measure_serve, serve_lines
+
+    check_writable(output, plot)
+    if plot is not None and plot.suffix != ".svg":
+        raise ConfigError(f"--plot {plot} should end in .svg, the one format that is drawn")
+    load = ServeLoad(
+        num_prompts=num_prompts, request_rate=request_rate, concurrency=concurrency, arrival=arrival, burst_size=burst_size,
+        input_len=input_len, output_len=output_len, spread=spread, shared_prefix=shared_prefix, endpoint=endpoint,
+        ignore_eos=ignore_eos, extra_body=parse_settings(extra or [], "--extra"), seed=seed,
+    )  # fmt: skip
+    address, limits = Address.parse(base_url), parse_limits(goodput or [])
+    api_key = next(iter(take_api_keys()), None)
+    name = model or first_model(address, api_key)
+    results, timed = measure_serve(address, name, load, warmup=warmup, timeout=timeout, limits=limits, api_key=api_key)
+    settings = dataclasses.asdict(load) | {"warmup": warmup, "timeout": timeout, "request_rate": request_rate and str(request_rate)}
+    _show(make_report("serve", settings, results, server={"base_url": address.url(""), "model": name}), serve_lines(results), output)
+    if plot is not None:
+        plot.write_text(plot_svg(timed, f"{name}, {num_prompts} requests"))
 
 
 def _offline(

@@ -9,13 +9,13 @@ from typing import Any
 from treadle.ir.errors import ConfigError
 
 
-def parse_settings(given: Sequence[str]) -> dict[str, Any]:
+def parse_settings(given: Sequence[str], flag: str = "--set") -> dict[str, Any]:
     """NAME=VALUE pairs; values are read as JSON where they are JSON, else as text. Raises ConfigError without a '='."""
     table: dict[str, Any] = {}
     for pair in given:
         name, sign, value = pair.partition("=")
         if not sign:
-            raise ConfigError(f"--set {pair!r} should be NAME=VALUE")
+            raise ConfigError(f"{flag} {pair!r} should be NAME=VALUE")
         try:
             table[name] = json.loads(value)
         except json.JSONDecodeError:
