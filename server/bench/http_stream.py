@@ -154,8 +154,8 @@ class StreamConnection(asyncio.Protocol):
         except httptools.HttpParserError as error:
             self._give_up(f"the answer is not HTTP: {error}")
 
-    def connection_lost(self, error: Exception | None) -> None:
-        self._give_up(f"the server closed the connection{f': {error}' if error else ''}")
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._give_up(f"the server closed the connection{f': {exc}' if exc else ''}")
 
     # httptools
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
+import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -23,6 +25,7 @@ def make_report(benchmark: str, settings: Mapping[str, Any], results: Mapping[st
     """A result with everything needed to judge it and to run it again. `more` is put before the results."""
     return {
         "benchmark": benchmark,
+        "command": shlex.join(["treadle", *(_without_folder(word) for word in sys.argv[1:])]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "hardware": hardware(),
         "versions": versions(),
@@ -69,6 +72,11 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             found[name] = "not installed"
     return found
+
+
+def _without_folder(word: str) -> str:
+    """A path says where it lies on one machine; only its name helps to repeat a run."""
+    return Path(word).name if word.startswith("/") else word
 
 
 def _processor_name() -> str:
