@@ -26,24 +26,17 @@ _HARMLESS = ("include", "reasoning.encrypted_content")
 """`include` of reasoning that is never encrypted asks for nothing: clients send it always."""
 
 _SAME_NAME = ("model", "temperature", "top_p", "stream", "tool_choice", "parallel_tool_calls", "user", "priority")
-_EXTRA = (
-    "top_k",
-    "min_p",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "min_tokens",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "ignore_eos",
-    "cache_salt",
-    "request_id",
-    "chat_template_kwargs",
-    "structured_outputs",
-)
-"""Fields beyond OpenAI's that go on to the chat as they are, as in the other endpoints."""
+_ELSEWHERE = {
+    "n": "an answer is one response",
+    "best_of": "an answer is one response",
+    "max_tokens": "send max_output_tokens",
+    "max_completion_tokens": "send max_output_tokens",
+    "prompt_logprobs": "logprobs are given by /v1/chat/completions",
+    "response_format": "send text.format",
+    "stream_options": "the last event always has the usage",
+    "messages": "send input",
+}
+"""Fields of a chat that this endpoint has another way for -> which. All others of a chat go on to it as they are."""
 
 
 class ReasoningOptions(BaseModel):
@@ -89,8 +82,8 @@ class ResponsesBody(Body):
 
     def check(self) -> None:
         """Refuses what cannot be honoured; raises ApiError naming the field."""
-        for field, reason in _REFUSED.items():
-            value = getattr(self, field)
+        for field, reason in {**_REFUSED, **_ELSEWHERE}.items():
+            value = getattr(self, field, None)
             if value and not (field == _HARMLESS[0] and set(value) <= {_HARMLESS[1]}):
                 raise bad_request(f"{field} is not supported: {reason}", field, "unsupported_parameter")
         if self.truncation not in (None, "disabled"):
@@ -104,7 +97,7 @@ class ResponsesBody(Body):
         conversation = [*history, *input_messages(self.input_items)]
         extra = self.model_extra or {}
         fields = {name: getattr(self, name) for name in _SAME_NAME if getattr(self, name) is not None}
-        fields |= {name: extra[name] for name in _EXTRA if extra.get(name) is not None}
+        fields |= {name: extra[name] for name in ChatBody.model_fields if extra.get(name) is not None}
         fields["messages"] = [*self._instructions(), *conversation]
         if self.tools:
             fields["tools"] = [_chat_tool(tool) for tool in self.tools]

@@ -13,7 +13,7 @@ import httpx
 import pytest
 import uvicorn
 
-from tests.server.fake_engine import FakeEngine
+from tests.server.fake_engine import EOS, FakeEngine, FakeInfo
 from tests.server.tiny_tokenizer import SMOLLM2_TEMPLATE, write_tokenizer
 from treadle.runtime.renderer import Renderer
 from treadle.server.api import create_app
@@ -78,6 +78,18 @@ def start_server(tmp_path: Path) -> Iterator[StartServer]:
             return stack.enter_context(RunningServer(FakeEngine(renderer, **engine), settings))
 
         yield start
+
+
+@pytest.fixture
+def answering(start_server: StartServer) -> Any:
+    """A server whose model writes one text, whatever it is asked."""
+
+    def start(text: str, **options: Any) -> RunningServer:
+        server = start_server(info=FakeInfo(max_model_len=4096), **options)
+        server.engine.script = [*server.engine.renderer.encode(text), EOS]
+        return server
+
+    return start
 
 
 @pytest.fixture(scope="module")

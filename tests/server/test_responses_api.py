@@ -9,25 +9,12 @@ import httpx
 import openai
 import pytest
 
-from tests.server.conftest import RunningServer, StartServer
-from tests.server.fake_engine import EOS
-from tests.server.test_tools import CALLS, THINKING, WEATHER, WIDE
+from tests.server.conftest import RunningServer
+from tests.server.test_tools import CALLS, THINKING, WEATHER
 from treadle.server.response_store import ResponseStore, StoredResponse
 
 TOOL = {"type": "function", **WEATHER["function"]}
 NOW = {"type": "function", "name": "now", "parameters": None, "strict": False}
-
-
-@pytest.fixture
-def answering(start_server: StartServer) -> Any:
-    """A server whose model writes one text, whatever it is asked."""
-
-    def start(text: str, **options: Any) -> RunningServer:
-        server = start_server(info=WIDE, **options)
-        server.engine.script = [*server.engine.renderer.encode(text), EOS]
-        return server
-
-    return start
 
 
 def ask(server: RunningServer, **fields: Any) -> Any:
@@ -189,6 +176,8 @@ def test_an_engine_that_dies_fails_the_response(answering: Any) -> None:
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "input[0].type"),
         ({"input": ["x"]}, "input", "input[0]"),
         ({"background": True}, "background", "not supported"),
+        ({"n": 2}, "n", "one response"),
+        ({"max_tokens": 5}, "max_tokens", "max_output_tokens"),
         ({"include": ["file_search_call.results"]}, "include", "not supported"),
         ({"truncation": "auto"}, "truncation", "disabled"),
         ({"max_output_tokens": 0}, "max_output_tokens", "at least 1"),

@@ -9,8 +9,7 @@ import httpx
 import openai
 import pytest
 
-from tests.server.conftest import RunningServer, StartServer
-from tests.server.fake_engine import EOS, FakeInfo
+from tests.server.conftest import RunningServer
 from treadle.ir.errors import ConfigError
 from treadle.runtime.renderer import Renderer
 from treadle.server.config import ServerConfig
@@ -31,19 +30,6 @@ CALLS = (
     '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 )
 THINKING = "{% for m in messages %}{{ m.content }}{% endfor %}{{ tools }}<tool_call>{% if add_generation_prompt %}<think>\n{% endif %}{# </think> #}"
-WIDE = FakeInfo(max_model_len=4096)
-
-
-@pytest.fixture
-def answering(start_server: StartServer) -> Any:
-    """A server whose model writes one text, whatever it is asked."""
-
-    def start(text: str, **options: Any) -> RunningServer:
-        server = start_server(info=WIDE, **options)
-        server.engine.script = [*server.engine.renderer.encode(text), EOS]
-        return server
-
-    return start
 
 
 def client(server: RunningServer) -> openai.OpenAI:
